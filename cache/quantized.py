@@ -45,7 +45,7 @@ def center() -> Any:
 
 
 def skip() -> Any:
-    """A common knob of the quantizing methods."""
+    """A common knob of methods that attend to every compressed token."""
     return knob(0.0, "threshold, times the length, of a packed block's weight below which its values are not read, as "
                 "in skip_softmax (0: all are read)", 0)  # fmt: skip
 

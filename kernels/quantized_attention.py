@@ -29,7 +29,7 @@ from kernels.quantize import (
     quantize_channels,
 )
 from kernels.ring import ring_positions
-from kernels.skipping_attention import BLOCK, SHORTEST, SPLIT, in_read_blocks
+from kernels.skipping_attention import BLOCK, SHORTEST, SPLIT, in_read_blocks, least_weight
 from kernels.splits import blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_codes, unpack_units, write_part
 from kernels.tuned import tuned
@@ -282,7 +282,7 @@ def _quantized_attention_kernel(
     step = tl.cdiv(tl.cdiv(packed_keys, S_PACKED), BLOCK_N) * BLOCK_N
     if read is not None:
         step = SPLIT
-        least = tl.log2(skip / tl.maximum(newest + 1, shortest).to(tl.float32))
+        least = least_weight(newest + 1, skip, shortest)
         n_read = 0
     lo = split * step
     hi = tl.minimum(packed_keys, lo + step)

@@ -257,6 +257,26 @@ def observed_attention(d: Draw) -> Problem:
     return (q, k, v, torch.tensor(stop)), [want, Near(weights)]
 
 
+def that_weigh(d: Draw, s: Any, logits: Tensor, stop: list[int], length: list[int], apart: float = 1e-3) -> Any:
+    """By row and KV head the slots below stop that count, of logits [B, H, g, T]; a scale that no block is near; and
+    the shortest length."""
+    shortest = d.pick(1, 100)
+    for scale in (d.pick(0.0, 1.0, 20.0, 300.0) * (1 + i / 10) for i in range(20)):
+        slots, nearest = {}, float("inf")
+        for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
+            least = math.log(min(1, scale / max(length[b], shortest))) if scale else -float("inf")
+            slots[b, h] = list[int]()
+            for first in range(0, stop[b], 32):
+                block = logits[b, h, :, first : min(stop[b], first + 32)].amax(-1)
+                before = logits[b, h, :, first // 2048 * 2048 : first]
+                over = block - before.amax(-1) - least if before.shape[1] else torch.full((s.g,), float("inf"))
+                nearest = min(nearest, over.abs().min().item())
+                slots[b, h] += range(first, min(stop[b], first + 32)) if (over >= 0).any() else ()
+        if nearest > apart:
+            break
+    return slots, scale, shortest
+
+
 @problem
 def skipping_attention(d: Draw) -> Problem:
     """Blocks of 32 slots whose largest logit is far below that of the blocks before, of those among 2,048, do not
@@ -269,20 +289,7 @@ def skipping_attention(d: Draw) -> Problem:
     ].to(d.dtype)
     q = d.view(d.normal(s.B, s.H * s.g, s.D) * s.size)
     logits = torch.einsum("bhgd,bhnd->bhgn", q.double().view(s.B, s.H, s.g, s.D), k[: s.B].double()) * s.D**-0.5
-    shortest = d.pick(1, 100)
-    for scale in (d.pick(0.0, 1.0, 20.0, 300.0) * (1 + i / 10) for i in range(20)):
-        slots, apart = {}, float("inf")
-        for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
-            least = math.log(scale / max(stop[b], shortest)) if scale else -float("inf")
-            slots[b, h] = list[int]()
-            for first in range(0, stop[b], 32):
-                block = logits[b, h, :, first : min(stop[b], first + 32)].amax(-1)
-                before = logits[b, h, :, first // 2048 * 2048 : first]
-                over = block - before.amax(-1) - least if before.shape[1] else torch.full((s.g,), float("inf"))
-                apart = min(apart, over.abs().min().item())
-                slots[b, h] += range(first, min(stop[b], first + 32)) if (over >= 0).any() else ()
-        if apart > 1e-3:
-            break
+    slots, scale, shortest = that_weigh(d, s, logits, stop, stop)
     want = heads(q, s.H, lambda b, h, x: attend(x, k[b, h, slots[b, h]], v[b, h, slots[b, h]]))
     count = torch.tensor([[len(slots[b, h]) for h in range(s.H)] for b in range(s.B)])
     return (q, k, v, torch.tensor(stop), scale, shortest), [want, Same(count)]
@@ -434,9 +441,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-@problem
-def lowrank_attention(d: Draw) -> Problem:
-    """Latents in bases of a row or of all, beside full-rank tokens; coordinate by coordinate, or side by side."""
+def lowrank_cache(d: Draw) -> Any:
+    """Latents in bases of a row or of all, beside full-rank tokens; coordinate by coordinate, or side by side: sizes,
+    an operation's arguments, and keys and values of a row and head in float64."""
     s = d.sizes((32, 64, 96, 128))
     s.spare = 1
     ranks, F, rows = [d.some(1, s.D) for _ in "kv"], d.pick(1, 5, 40, 70), d.pick(1, s.B)
@@ -453,13 +460,34 @@ def lowrank_attention(d: Draw) -> Problem:
     full = [d.normal(s.B + 1, s.H, F, s.D)[: s.B].masked_fill(~filled[:, None, :, None], NAN) for _ in "kv"]
     q = d.normal(s.B, s.H * s.g, s.D)
 
-    def one(b: int, h: int, x: Tensor) -> Tensor:
+    def both(b: int, h: int, slots: Any = slice(None)) -> list[Tensor]:
         row = b if rows > 1 else 0
-        both = (torch.cat((lat[i][b, h, : stored[b]].double() @ bases[i][row, h].double().T,
-                           full[i][b, h][filled[b]].double())) for i in (0, 1))  # fmt: skip
-        return attend(x, *both)
+        return [torch.cat(((lat[i][b, h, : stored[b]].double() @ bases[i][row, h].double().T)[slots],
+                           full[i][b, h][filled[b]].double())) for i in (0, 1)]  # fmt: skip
 
-    return (q, *lat, *bases, stored, *full, filled), [heads(q, s.H, one)]
+    return s, (q, *lat, *bases, stored, *full, filled), both
+
+
+@problem
+def lowrank_attention(d: Draw) -> Problem:
+    s, given, both = lowrank_cache(d)
+    return given, [heads(given[0], s.H, lambda b, h, x: attend(x, *both(b, h)))]
+
+
+@problem
+def skipping_lowrank_attention(d: Draw) -> Problem:
+    """Of the latents, blocks as in `skipping_attention`."""
+    s, given, both = lowrank_cache(d)
+    q, stored, filled = given[0], given[5].tolist(), given[8]
+    length = [n + int(x.sum()) for n, x in zip(stored, filled, strict=True)]
+    logits = torch.full((s.B, s.H, s.g, s.T), -float("inf"), dtype=torch.float64)
+    for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
+        keys = both(b, h)[0][: stored[b]]
+        logits[b, h, :, : stored[b]] = q[b].double().view(s.H, s.g, s.D)[h] @ keys.T * s.D**-0.5
+    slots, scale, shortest = that_weigh(d, s, logits, stored, length, 1e-3 if d.dtype == torch.float32 else 0.05)
+    want = heads(q, s.H, lambda b, h, x: attend(x, *both(b, h, slots[b, h])))
+    count = torch.tensor([[len(slots[b, h]) + int(filled[b].sum()) for h in range(s.H)] for b in range(s.B)])
+    return (*given, torch.tensor(length), scale, shortest), [want, Same(count)]
 
 
 def latent_tokens(d: Draw, rows: int, slots: int, rank: int, width: int, bits: int) -> Any:

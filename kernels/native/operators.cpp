@@ -33,6 +33,12 @@ Tensor rows_like(const Tensor& q, std::vector<int64_t> lead, int64_t T) {
 
 Tensor like(const Tensor& q) { return like(q, {q.size(0), q.size(1), q.size(2)}); }
 
+Tensor zero_counts(const Tensor& q, int64_t H) {  // int64 [B, H]
+    Tensor made = like(q, {q.size(0), H}, ScalarType::Long);
+    std::fill_n(data<int64_t>(made), made.numel(), 0);
+    return made;
+}
+
 int64_t threads() { return torch::stable::get_num_threads(); }
 
 // ---- operands, made of arguments ----
@@ -118,11 +124,9 @@ OPERATOR(Tensor, decode_attention, InRows<T> q, InRows<T> k, InRows<T> v, Option
 
 OPERATOR(Two, skipping_attention, InRows<T> q, InRows<T> k, InRows<T> v, Small<int64_t> stop, double scale,
          int64_t shortest) {
-    Tensor out = like(q), read = like(q, {q.size(0), k.size(1)}, ScalarType::Long);
-    std::fill_n(data<int64_t>(read), read.numel(), 0);
-    if (q.size(0))
-        attend_skipping(heads_of(q, k.size(1), out), cache_of(k), cache_of(v), stop.data(), scale, shortest,
-                        data<int64_t>(read));
+    Tensor out = like(q), read = zero_counts(q, k.size(1));
+    const Skips skips{.read = data<int64_t>(read), .scale = scale, .shortest = shortest};
+    if (q.size(0)) attend_skipping(heads_of(q, k.size(1), out), cache_of(k), cache_of(v), stop.data(), skips);
     return {std::move(out), std::move(read)};
 }
 
@@ -331,8 +335,7 @@ OPERATOR(Two, skipping_quantized_attention, InRows<T> q, InBits<T> k, Optional<S
          InBits<T> v, Optional<Stored<uint16_t>> v_params, Stored<T> v_kept, int64_t v_bits, int64_t, int64_t, double,
          Optional<Stored<float>> v_book, Small<int64_t> pos, Small<int64_t> k_stop, Small<int64_t> v_stop,
          Optional<Stored<float>> bias, double scale, int64_t shortest) {
-    Tensor out = like(q), read = like(q, {q.size(0), k_kept.size(1)}, ScalarType::Long);
-    std::fill_n(data<int64_t>(read), read.numel(), 0);
+    Tensor out = like(q), read = zero_counts(q, k_kept.size(1));
     const auto keys = quantized_cache(k, k_params, k_kept, k_bits, sinks, k_block && !k_book, k_book, q.size(2)),
                values = quantized_cache(v, v_params, v_kept, v_bits, sinks, false, v_book, q.size(2));
     const Ends ends{.pos = pos.data(), .k = k_stop.data(), .v = v_stop.data()};
@@ -342,8 +345,10 @@ OPERATOR(Two, skipping_quantized_attention, InRows<T> q, InBits<T> k, Optional<S
     return {std::move(out), std::move(read)};
 }
 
-OPERATOR(Tensor, lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Stored<float> k_basis,
-         Stored<float> v_basis, Small<int64_t> stored, Stored<T> k_full, Stored<T> v_full, Small<bool> filled) {
+template <class T> static Tensor lowrank(const InRows<T>& q, const Strided<T>& k, const Strided<T>& v,
+                                         const Stored<float>& k_basis, const Stored<float>& v_basis,
+                                         const int64_t* stored, const Stored<T>& k_full, const Stored<T>& v_full,
+                                         const bool* filled, const Skips& skips = {}) {
     STD_TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && k.stride(3) == v.stride(3), "tokens must lie side by side");
     Tensor out = like(q);
     const auto latent = [](const Strided<T>& x, const Stored<float>& basis) {
@@ -354,11 +359,23 @@ OPERATOR(Tensor, lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Sto
                          .rank = x.size(3),
                          .basis = per_head(basis)};
     };
-    const Filled<T> full{
-        .k = k_full.data(), .v = v_full.data(), .filled = (const uint8_t*)filled.data(), .F = k_full.size(2)};
+    const Filled<T> full{.k = k_full.data(), .v = v_full.data(), .filled = (const uint8_t*)filled, .F = k_full.size(2)};
     if (q.size(0))
-        attend_lowrank(heads_of(q, k.size(1), out), latent(k, k_basis), latent(v, v_basis), stored.data(), full);
+        attend_lowrank(heads_of(q, k.size(1), out), latent(k, k_basis), latent(v, v_basis), stored, full, skips);
     return out;
+}
+
+OPERATOR(Tensor, lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Stored<float> k_basis,
+         Stored<float> v_basis, Small<int64_t> stored, Stored<T> k_full, Stored<T> v_full, Small<bool> filled) {
+    return lowrank(q, k, v, k_basis, v_basis, stored.data(), k_full, v_full, filled.data());
+}
+
+OPERATOR(Two, skipping_lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Stored<float> k_basis,
+         Stored<float> v_basis, Small<int64_t> stored, Stored<T> k_full, Stored<T> v_full, Small<bool> filled,
+         Small<int64_t> length, double scale, int64_t shortest) {
+    Tensor read = zero_counts(q, k.size(1));
+    const Skips skips{.read = data<int64_t>(read), .scale = scale, .shortest = shortest, .length = length.data()};
+    return {lowrank(q, k, v, k_basis, v_basis, stored.data(), k_full, v_full, filled.data(), skips), std::move(read)};
 }
 
 OPERATOR(Tensor, group_attention, InRows<T> q, InBits<T> k, Optional<Stored<uint16_t>> k_params, InBits<T> v,
