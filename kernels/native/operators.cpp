@@ -924,6 +924,22 @@ OPERATOR(void, evict_append, SmallRows<T> k, SmallRows<T> v, Small<int64_t> pos,
     put_slots(v, slots, v_cache);
 }
 
+OPERATOR(void, group_append, Small<T> x, Small<int64_t> pos, Stored<T> down, Stored<float> bias, InBits<T> stored,
+         Optional<Stored<uint16_t>> params, int64_t bits) {
+    const int64_t groups = down.size(0), width = down.size(1), R = down.size(2), slots = stored.size(2);
+    STD_TORCH_CHECK(x.numel() == pos.numel() * groups * width && stored.size(3) * 8 == R * (bits == 16 ? 8 : bits),
+                    "no tokens of ", groups, " groups of ", width, " channels");
+    check_slots(pos, slots);
+    const int64_t row = R * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
+    char* rows = stored.data(bits);
+#pragma omp parallel for num_threads(threads())
+    for (int64_t i = 0; i < pos.numel() * groups; i++) {
+        const int64_t g = i % groups, slot = i * slots + pos.data()[i / groups];
+        put_coordinates((const T*)x.data() + i * width, bias.data() + g * width, down.data() + g * width * R, width, R,
+                        bits, rows + slot * row, params ? params->data() + slot * 2 : nullptr);
+    }
+}
+
 // The token of each row widens its page; the first one of a page replaces what its bounds held
 OPERATOR(void, join_page, InRows<T> low, InRows<T> high, SmallRows<T> k, Small<int64_t> pos, int64_t page) {
     for (int64_t i = 0, H = k.size(1); i < k.size(0) * H; i++) {
