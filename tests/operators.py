@@ -969,6 +969,23 @@ def evict_append(d: Draw) -> Problem:
 
 
 @problem
+def distinct_keys(d: Draw) -> Problem:
+    """Of keys that are held, a few of which have no direction; a row may hold none."""
+    s = d.sizes()
+    n = d.below(s.T, s.B)
+    k = d.cache(s, inside([(0, x) for x in n], s.T)[:, None])[0]
+    k = torch.where(torch.rand(*k.shape[:3], 1, generator=d.gen) < 0.1, 0 * k, k + d.pick(0, 2) * d.normal(s.D))
+    want = torch.zeros(s.B, s.H, s.T, dtype=torch.float64)
+    for b in range(s.B):
+        for h in range(s.H):
+            keys = k[b, h, : n[b]].double()
+            directions = keys / keys.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+            anchor = directions.sum(0)
+            want[b, h, : n[b]] = -(directions @ anchor) / anchor.norm().clamp(min=1e-30)
+    return (k, torch.tensor(n)), [Near(want)]
+
+
+@problem
 def join_page(d: Draw) -> Problem:
     s, page = d.sizes((2, 6, 64, 80), (1, 9)), d.pick(1, 4, 16)
     bounds = [d.normal(s.B + s.spare, s.H, s.T, s.D) for _ in "lh"]

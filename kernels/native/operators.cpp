@@ -579,6 +579,13 @@ OPERATOR(Tensor, page_score, InRows<T> q, InRows<T> low, InRows<T> high, Optiona
     return out;
 }
 
+OPERATOR(Tensor, distinct_keys, InRows<T> k, Small<int64_t> filled) {
+    const int64_t B = filled.numel(), H = k.size(1), N = k.size(2);
+    Tensor out = like(k, {B, H, N}, ScalarType::Float);
+    distinct(cache_of(k), filled.data(), B, H, N, k.size(3), threads(), data<float>(out));
+    return out;
+}
+
 OPERATOR(Tensor, channel_score, Queries q, Small<int64_t> channels, InRows<T> keys, Small<int64_t> pos) {
     Tensor out = rows_like(q, {q.size(0), q.size(1), q.size(2)}, keys.size(3));
     channel_scores(q.scored(keys.size(3), pos.data()), channels.data(), cache_of(keys), scores_of(out));
