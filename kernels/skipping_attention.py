@@ -20,16 +20,17 @@ from kernels.tuned import tuned
 
 BLOCK = 32  # slots that are read or skipped together; N in kernels/native/rows.h
 SPLIT = 2048  # CHUNK in kernels/native/softmax.h
+SHORTEST = 2048  # shorter contexts have the threshold of this length by default (ours)
 
 
-def blocks_read(logits: Tensor, length: Tensor, scale: float, shortest: int) -> Tensor:
-    """Which blocks' values are read: logits fp32 [B, Hkv, g, T], -inf where there is no token, of contexts of length
-    [B] -> bool [B, Hkv, T / BLOCK], the last block perhaps not whole. See `skipping_attention`."""
+def in_read_blocks(logits: Tensor, length: Tensor, scale: float, shortest: int) -> Tensor:
+    """Which slots lie in blocks whose values are read: logits fp32 [B, Hkv, g, T], -inf where there is no token, of
+    contexts of length [B] -> bool [B, Hkv, T]. See `skipping_attention`."""
     B, H, g, T = logits.shape
     most = F.pad(logits, (0, -T % SPLIT), value=float("-inf")).unflatten(3, (-1, SPLIT // BLOCK, BLOCK)).amax(5)
     before = F.pad(most, (1, -1), value=float("-inf")).cummax(4).values  # of a split's earlier blocks
     least = (scale / length.clamp(min=shortest).float()).log().view(B, 1, 1, 1, 1)  # -inf at 0
-    return (most - before >= least).any(2).flatten(2)[..., : -(-T // BLOCK)]
+    return (most - before >= least).any(2).flatten(2).repeat_interleave(BLOCK, 2)[..., :T]
 
 
 @operation(
@@ -47,7 +48,7 @@ def skipping_attention(
     there = torch.arange(T, device=q.device) < stop[:, None]  # [B, T]
     logits = q.view(B, H, Hq // H, D).float() @ k[:B].float().mT * D**-0.5
     logits = torch.where(there[:, None, None], logits, float("-inf"))
-    read = blocks_read(logits, stop, scale, shortest).repeat_interleave(BLOCK, 2)[..., :T] & there[:, None]  # [B, H, T]
+    read = in_read_blocks(logits, stop, scale, shortest) & there[:, None]
     weights = logits.masked_fill(~read[:, :, None], float("-inf")).softmax(-1)
     y = weights.to(v.dtype) @ v[:B].masked_fill(~read[..., None], 0)
     return y.view(B, Hq, D), read.sum(2)
