@@ -299,12 +299,17 @@ def skipping_attention(d: Draw) -> Problem:
 
 
 def packed_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] -> bytes, the first code of a byte in its lowest bits."""
+    """Codes [..., n] -> bytes, the first code of a byte in its lowest bits; 3 bits as the low 2, then the third."""
+    if bits == 3:
+        return torch.cat((packed_bytes(codes & 3, 2), packed_bytes(codes >> 2, 1)), -1)
     each = codes.unflatten(-1, (-1, 8 // bits)) << bits * torch.arange(8 // bits)
     return each.sum(-1).to(torch.uint8)
 
 
 def codes_of(packed: Tensor, bits: int) -> Tensor:
+    if bits == 3:
+        n = packed.shape[-1] // 3 * 2
+        return codes_of(packed[..., :n], 2) | codes_of(packed[..., n:], 1) << 2
     return (packed.int()[..., None] >> bits * torch.arange(8 // bits) & 2**bits - 1).flatten(-2)
 
 
@@ -874,14 +879,37 @@ class Latents:
         if params is None:
             assert torch.equal(v.double(), self.values)
             return
-        wide = params.double().repeat_interleave(32, -2)
+        group = self.values.shape[-1] // params.shape[-2]
+        wide = params.double().repeat_interleave(group, -2)
         got = codes_of(v, self.bits) * wide[..., 0] + wide[..., 1]
         stays = (self.values == self.before).all(-1)
         assert torch.equal(got[stays], self.before[stays])
-        groups = self.values.unflatten(-1, (-1, 32))
-        span = (groups.amax(-1) - groups.amin(-1)).repeat_interleave(32, -1)
+        groups = self.values.unflatten(-1, (-1, group))
+        span = (groups.amax(-1) - groups.amin(-1)).repeat_interleave(group, -1)
         most = span / (2**self.bits - 1) * 0.51 + 2**-9 * (self.values.abs() + span) + 1e-6
         assert ((got - self.values).abs() <= most)[~stays].all()
+
+
+@problem
+def group_append(d: Draw) -> Problem:
+    """Coordinates of each group's heads, in numbers, or in codes with one scale for all of a token."""
+    bits, s, groups = d.pick(2, 3, 4, 8, 16), d.sizes((8, 16, 64), (1, 9, 40)), d.some(1, 3)
+    r = d.pick(16, 32, 96)
+    x = d.normal(s.B, groups * s.H + 1, s.D)[:, 1:]
+    down, bias = d.normal(groups, s.H * s.D, r) * s.D**-0.5, d.fp32(groups, s.H * s.D)
+    pos, rows = d.integers(0, s.T, s.B), (s.B + s.spare, groups, s.T, r)
+    if bits == 16:
+        stored = d.normal(*rows)
+        params, values = None, stored.double()
+    else:
+        stored, params, values = coded(d, bits, *rows, group=r)
+    want = values.clone()
+    for b, at in enumerate(pos.tolist()):
+        for g in range(groups):
+            less = x[b, g * s.H : (g + 1) * s.H].double().flatten() - bias[g].double()
+            want[b, g, at] = less @ down[g].double()
+    answer: Any = Near(want) if bits == 16 else Latents(SimpleNamespace(values=values), want, bits)
+    return (x, pos, down, bias, stored, params, bits), [answer, None]
 
 
 def tables(d: Draw, s: Any) -> tuple[Tensor, Tensor]:
@@ -966,6 +994,23 @@ def evict_append(d: Draw) -> Problem:
         answers[3][b] += grows
     given = (score, most, since, new) if scored else (None,) * 4
     return (k, v, pos, *caches, place, filled, *given), [*map(Same, answers), *([Same(scores)] if scored else [None])]
+
+
+@problem
+def distinct_keys(d: Draw) -> Problem:
+    """Of keys that are held, a few of which have no direction; a row may hold none."""
+    s = d.sizes()
+    n = d.below(s.T, s.B)
+    k = d.cache(s, inside([(0, x) for x in n], s.T)[:, None])[0]
+    k = torch.where(torch.rand(*k.shape[:3], 1, generator=d.gen) < 0.1, 0 * k, k + d.pick(0, 2) * d.normal(s.D))
+    want = torch.zeros(s.B, s.H, s.T, dtype=torch.float64)
+    for b in range(s.B):
+        for h in range(s.H):
+            keys = k[b, h, : n[b]].double()
+            directions = keys / keys.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+            anchor = directions.sum(0)
+            want[b, h, : n[b]] = -(directions @ anchor) / anchor.norm().clamp(min=1e-30)
+    return (k, torch.tensor(n)), [Near(want)]
 
 
 @problem

@@ -596,6 +596,13 @@ OPERATOR(Tensor, page_score, InRows<T> q, InRows<T> low, InRows<T> high, Optiona
     return out;
 }
 
+OPERATOR(Tensor, distinct_keys, InRows<T> k, Small<int64_t> filled) {
+    const int64_t B = filled.numel(), H = k.size(1), N = k.size(2);
+    Tensor out = like(k, {B, H, N}, ScalarType::Float);
+    distinct(cache_of(k), filled.data(), B, H, N, k.size(3), threads(), data<float>(out));
+    return out;
+}
+
 OPERATOR(Tensor, channel_score, Queries q, Small<int64_t> channels, InRows<T> keys, Small<int64_t> pos) {
     Tensor out = rows_like(q, {q.size(0), q.size(1), q.size(2)}, keys.size(3));
     channel_scores(q.scored(keys.size(3), pos.data()), channels.data(), cache_of(keys), scores_of(out));
@@ -939,6 +946,22 @@ OPERATOR(void, evict_append, SmallRows<T> k, SmallRows<T> v, Small<int64_t> pos,
     const Small<int64_t> slots(Tensor::lent(at.get()), {"slot", 0});
     put_slots(k, slots, k_cache);
     put_slots(v, slots, v_cache);
+}
+
+OPERATOR(void, group_append, Small<T> x, Small<int64_t> pos, Stored<T> down, Stored<float> bias, InBits<T> stored,
+         Optional<Stored<uint16_t>> params, int64_t bits) {
+    const int64_t groups = down.size(0), width = down.size(1), R = down.size(2), slots = stored.size(2);
+    STD_TORCH_CHECK(x.numel() == pos.numel() * groups * width && stored.size(3) * 8 == R * (bits == 16 ? 8 : bits),
+                    "no tokens of ", groups, " groups of ", width, " channels");
+    check_slots(pos, slots);
+    const int64_t row = R * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
+    char* rows = stored.data(bits);
+#pragma omp parallel for num_threads(threads())
+    for (int64_t i = 0; i < pos.numel() * groups; i++) {
+        const int64_t g = i % groups, slot = i * slots + pos.data()[i / groups];
+        put_coordinates((const T*)x.data() + i * width, bias.data() + g * width, down.data() + g * width * R, width, R,
+                        bits, rows + slot * row, params ? params->data() + slot * 2 : nullptr);
+    }
 }
 
 // The token of each row widens its page; the first one of a page replaces what its bounds held

@@ -144,6 +144,32 @@ template <class T> void page_scores(const Heads<T>& q, const Cache<T>& low, cons
     }
 }
 
+// Minus the cosine of each of the first filled[b] keys with their anchor, the mean of their directions; then zeros, to
+// [B, H, N]
+template <class T> void distinct(const Cache<T>& keys, const int64_t* filled, int64_t B, int64_t H, int64_t N,
+                                 int64_t D, int64_t threads, float* out) {
+    const auto dot = [D](const auto* x, const auto* y) {
+        vf product = {};
+        for (int64_t d = 0; d < D; d += L) product += load(x + d) * load(y + d);
+        return sum(product);
+    };
+    const auto inverse_norm = [&](const auto* x) { return 1 / std::max(std::sqrt(dot(x, x)), 1e-12f); };
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < B * H; i++) {
+        const int64_t b = i / H, n = filled[b], slot = keys.slot;
+        const T* k = keys.of(b, i % H);
+        float* score = out + i * N;
+        std::vector<float> anchor(D);
+        for (int64_t t = 0; t < n; t++) {
+            score[t] = inverse_norm(k + t * slot);
+            for (int64_t d = 0; d < D; d += L) store(&anchor[d], load(&anchor[d]) + load(k + t * slot + d) * score[t]);
+        }
+        const float scale = -inverse_norm(anchor.data());
+        for (int64_t t = 0; t < n; t++) score[t] *= dot(k + t * slot, anchor.data()) * scale;
+        std::fill(score + n, score + N, 0.0f);
+    }
+}
+
 // Codes of 4 bits [B, H, T, W bytes], scored by look-up
 struct LookedUp {
     const float* table;  // [B * H, words * 8, 16]: what each value of each code adds to a token's score
