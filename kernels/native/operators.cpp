@@ -94,6 +94,18 @@ private:
     std::vector<float> numbers;
 };
 
+Logits logits_of(const InRows<float>& x, const Small<int64_t>& pos) {
+    return {.at = x.data(),
+            .row = x.stride(0),
+            .head = x.stride(1),
+            .query = x.stride(2),
+            .B = x.size(0),
+            .H = x.size(1),
+            .G = x.size(2),
+            .n = x.size(3),
+            .pos = pos.data(),
+            .threads = threads()};
+}
 Scores scores_of(const Tensor& out) {
     return {.at = data<float>(out), .row = out.stride(0), .head = out.stride(1), .query = out.stride(2)};
 }
@@ -585,6 +597,78 @@ OPERATOR(Tensor, channel_score, Queries q, Small<int64_t> channels, InRows<T> ke
     return out;
 }
 
+OPERATOR(Two, largest_channels, SmallRows<T> q, int64_t H, int64_t r, bool bounds) {
+    const int64_t B = q.size(0), G = q.size(1) / H, D = q.size(2);
+    STD_TORCH_CHECK(r > 0 && r <= D, r, " channels of ", D);
+    Tensor few = like(q, {B, H, G, r}, ScalarType::Float), channels = like(q, {B, H, r}, ScalarType::Long);
+    int64_t* at = data<int64_t>(channels);
+    float* to = data<float>(few);
+    std::vector<float> size(D);
+    std::vector<int64_t> order(D);
+    for (int64_t i = 0; i < B * H; i++, at += r) {
+        const T* group = q.data() + i / H * q.stride(0) + i % H * G * q.stride(1);
+        std::fill(size.begin(), size.end(), 0.0f);
+        for (int64_t g = 0; g < G; g++)
+            for (int64_t d = 0; d < D; d++) size[d] += std::fabs(number(group[g * q.stride(1) + d]));
+        for (int64_t d = 0; d < D; d++) order[d] = d;
+        std::nth_element(order.begin(), order.begin() + (r - 1), order.end(),
+                         [&](int64_t a, int64_t b) { return size[a] != size[b] ? size[a] > size[b] : a < b; });
+        std::copy_n(order.begin(), r, at);
+        for (int64_t g = 0; g < G; g++, to += r) {
+            const T* x = group + g * q.stride(1);
+            float all = 0, own = 0;
+            for (int64_t d = 0; d < D; d++) all += std::fabs(number(x[d]));
+            for (int64_t c = 0; c < r; c++) to[c] = number(x[at[c]]), own += std::fabs(to[c]);
+            const float by = std::sqrt(std::max(own / std::max(all, 1e-30f) * D, 1e-30f));
+            for (int64_t c = 0; c < r; c++) to[c] /= by;
+        }
+        for (int64_t c = 0; bounds && c < r; c++) {
+            float sum = 0;
+            for (int64_t g = 0; g < G; g++) sum += number(group[g * q.stride(1) + at[c]]);
+            if (sum > 0) at[c] += D;
+        }
+    }
+    return {std::move(few), std::move(channels)};
+}
+
+OPERATOR(Tensor, group_weights, SmallRows<float> logits, Small<int64_t> pos) {
+    const Logits of = logits_of(logits, pos);
+    Tensor out = like(logits, {of.B, of.H, of.n});
+    mean_softmax(of, data<float>(out));
+    return out;
+}
+
+// ---- the mean value ----
+
+OPERATOR(void, join_mean, SmallRows<T> x, Stored<float> mean, Small<int64_t> pos) {
+    float* to = mean.data();
+    for (int64_t i = 0, H = x.size(1), D = x.size(2); i < x.size(0) * H; i++, to += D) {
+        const int64_t b = i / H, n = pos.data()[b];
+        const T* from = x.data() + b * x.stride(0) + i % H * x.stride(1);
+        for (int64_t d = 0; d < D; d++) {
+            const float old = n > 0 ? to[d] : 0;
+            to[d] = old + (number(from[d]) - old) / (float)(n + 1);
+        }
+    }
+}
+
+OPERATOR(void, attended_share, SmallRows<float> logits, SmallRows<int64_t> idx, Strided<int64_t> count,
+         Small<int64_t> pos, Stored<float> share) {
+    listed_share(logits_of(logits, pos), list_of(idx, count), share.data());
+}
+
+OPERATOR(Tensor, with_mean, SmallRows<T> y, Stored<float> share, Stored<float> mean) {
+    const int64_t heads = y.size(1), D = y.size(2), each = heads / mean.size(1);
+    Tensor out = like(y);
+    for (int64_t i = 0; i < y.size(0) * heads; i++) {
+        const T* from = y.data() + i / heads * y.stride(0) + i % heads * y.stride(1);
+        const float own = share.data()[i], *rest = mean.data() + i / each * D;
+        T* to = data<T>(out) + i * D;
+        for (int64_t d = 0; d < D; d++) put_number(to + d, own * number(from[d]) + (1 - own) * rest[d]);
+    }
+    return out;
+}
+
 // ---- products with weights ----
 
 // [..., outputs] for x [..., inputs]; outputs may be of several dimensions
@@ -925,7 +1009,8 @@ OPERATOR(void, evict_append, SmallRows<T> k, SmallRows<T> v, Small<int64_t> pos,
 }
 
 // The token of each row widens its page; the first one of a page replaces what its bounds held
-OPERATOR(void, join_page, InRows<T> low, InRows<T> high, SmallRows<T> k, Small<int64_t> pos, int64_t page) {
+OPERATOR(void, join_page, Strided<T> low, Strided<T> high, SmallRows<T> k, Small<int64_t> pos, int64_t page) {
+    const int64_t apart[] = {low.stride(3), high.stride(3)};  // numbers from one channel to the next
     for (int64_t i = 0, H = k.size(1); i < k.size(0) * H; i++) {
         const int64_t b = i / H, h = i % H, at = pos.data()[b] / page;
         STD_TORCH_CHECK(at >= 0 && at < low.size(2), "page ", at, " of ", low.size(2));
@@ -933,10 +1018,20 @@ OPERATOR(void, join_page, InRows<T> low, InRows<T> high, SmallRows<T> k, Small<i
         const T* x = k.data() + b * k.stride(0) + h * k.stride(1);
         T *least = low.data() + b * low.stride(0) + h * low.stride(1) + at * low.stride(2),
           *most = high.data() + b * high.stride(0) + h * high.stride(1) + at * high.stride(2);
-        for (int64_t d = 0; d < k.size(2); d++) {
-            if (first || number(x[d]) < number(least[d])) least[d] = x[d];
-            if (first || number(x[d]) > number(most[d])) most[d] = x[d];
+        for (int64_t d = 0; d < k.size(2); d++, least += apart[0], most += apart[1]) {
+            if (first || number(x[d]) < number(*least)) *least = x[d];
+            if (first || number(x[d]) > number(*most)) *most = x[d];
         }
+    }
+}
+
+OPERATOR(void, append_channels, InRows<T> keys, SmallRows<T> k, Small<int64_t> pos) {
+    check_slots(pos, keys.size(3));
+    for (int64_t i = 0, H = k.size(1), D = k.size(2); i < k.size(0) * H; i++) {
+        const int64_t b = i / H, h = i % H;
+        const T* x = k.data() + b * k.stride(0) + h * k.stride(1);
+        T* to = keys.data() + b * keys.stride(0) + h * keys.stride(1) + pos.data()[b];
+        for (int64_t d = 0; d < D; d++) to[d * keys.stride(2)] = x[d];
     }
 }
 
