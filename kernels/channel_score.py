@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import native
 from kernels.backend import tl, triton
 from kernels.gather_attention import gather_rows
+from kernels.native import DTYPES
 from kernels.op import operation, picked
 from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled
@@ -21,7 +21,7 @@ TILE, WARPS = 2048, 4  # scores of a program, over all query heads: 16 a thread
 
 
 @operation(
-    cpp=lambda q, channels, keys, pos: keys.dtype in native.DTYPES,
+    cpp=lambda q, channels, keys, pos: keys.dtype in DTYPES,
     fake=lambda q, channels, keys, pos: empty_scores(*q.shape[:3], keys.shape[3], device=q.device),
     reads=lambda q, channels, keys, pos: dict(keys=picked(channels, keys)),
 )

@@ -814,6 +814,52 @@ class Pages:
                 assert all(first % self.page == 0 for first in each[:: self.page])
 
 
+def sharing(d: Draw) -> Any:
+    """Sizes, and who takes whose set: an earlier layer's, an earlier head's, or its own."""
+    s, L = d.sizes(lengths=(9, 40)), d.some(1, 3)
+    s.layer, s.steps, s.recent, s.first = d.some(0, L - 1), d.some(1, 3), d.some(1, 8), d.pick(0, 2)
+    s.pos, s.source = d.integers(0, s.T, s.B), d.integers(0, s.layer + 1, L, s.B + s.spare)
+    s.heads = d.integers(0, s.first + s.H, s.B + s.spare, s.H)
+    return s
+
+
+@problem
+def choosers_last(d: Draw) -> Problem:
+    s = sharing(d)
+    want = torch.full((s.B, s.H), -1)
+    for b, pos in enumerate(s.pos.tolist()):
+        for h in range(s.H):
+            if s.source[s.layer, b] == s.layer and s.heads[b, h] == s.first + h and (pos + 1) % s.steps == 0:
+                want[b, h] = max(pos - s.recent, -1)
+    return (s.pos, s.heads, s.source, torch.tensor([s.layer]), s.first, s.steps, s.recent), [Same(want)]
+
+
+@problem
+def take_sets(d: Draw) -> Problem:
+    """Those of other layers and rows stay; so do all where none is due."""
+    s, n = sharing(d), d.some(1, 7)
+    rows = len(s.source), s.B + s.spare, s.H
+    sets, counts, newer = d.integers(0, s.T, *rows, n), d.integers(0, n + 1, *rows), s.pos - d.integers(0, 5, s.B)
+    newer = torch.cat((newer.clamp(min=0), torch.full((s.spare,), 77)))
+    idx, count = d.integers(0, s.T, s.B, s.first + s.H, n), d.integers(0, n + 1, s.B, s.first + s.H)
+    k, left = n + s.recent + 5, [x.clone() for x in (sets, counts, newer)]
+    run, many = torch.zeros(s.B, s.H, k, dtype=torch.int64), torch.zeros(s.B, s.H, dtype=torch.int64)
+    for b, pos in enumerate(s.pos.tolist()):
+        of, due = int(s.source[s.layer, b]), (pos + 1) % s.steps == 0
+        left[2][b] = max(0, pos + 1 - s.recent) if due else newer[b]
+        for h in range(s.H):
+            if due:
+                taken = (idx[b, s.heads[b, h]], count[b, s.heads[b, h]])
+                taken = taken if of == s.layer else (sets[of, b, h], counts[of, b, h])
+                left[0][s.layer, b, h], left[1][s.layer, b, h] = taken
+            chosen = left[0][s.layer, b, h, : left[1][s.layer, b, h]].tolist()
+            each = chosen + list(range(int(left[2][b]), pos + 1))
+            many[b, h] = len(each)
+            run[b, h] = torch.tensor((each + [min(pos + 1 + i, s.T - 1) for i in range(k)])[:k])
+    given = (idx, count, s.pos, s.heads, s.source, torch.tensor([s.layer]), sets, counts, newer)
+    return (*given, s.steps, s.recent, s.T - 1, k), [Same(x) for x in (run, many, *left)]
+
+
 @problem
 def top_p_count(d: Draw) -> Problem:
     """Peaked, flat and tied rows; weights so small that they are zero."""

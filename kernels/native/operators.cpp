@@ -444,6 +444,47 @@ OPERATOR(Two, page_select, SmallRows<float> scores, Small<int64_t> pos, Strided<
     return {std::move(idx), std::move(count)};
 }
 
+OPERATOR(Tensor, choosers_last, Small<int64_t> pos, Stored<int64_t> heads, Stored<int64_t> source,
+         Stored<int64_t> number, int64_t first_head, int64_t steps, int64_t recent) {
+    const int64_t B = pos.numel(), H = heads.size(1), layer = *number.data();
+    Tensor last = like(pos, {B, H});
+    for (int64_t i = 0; i < B * H; i++) {
+        const int64_t b = i / H, at = pos.data()[b];
+        const bool chooses = (at + 1) % steps == 0 && source.data()[layer * source.size(1) + b] == layer &&
+                             heads.data()[i] == first_head + i % H;
+        data<int64_t>(last)[i] = chooses ? std::max<int64_t>(at - recent, -1) : -1;
+    }
+    return last;
+}
+
+OPERATOR(Two, take_sets, SmallRows<int64_t> idx, Small<int64_t> count, Small<int64_t> pos, Stored<int64_t> heads,
+         Stored<int64_t> source, Stored<int64_t> number, Stored<int64_t> sets, Stored<int64_t> counts,
+         Stored<int64_t> newer, int64_t steps, int64_t recent, int64_t last, int64_t k) {
+    const int64_t B = pos.numel(), H = heads.size(1), n = sets.size(3), layer = *number.data();
+    const auto place = [&](int64_t of, int64_t b, int64_t h) { return (of * sets.size(1) + b) * H + h; };
+    Tensor run = like(pos, {B, H, k}), taken = like(pos, {B, H});
+    int64_t *to = data<int64_t>(run), *many = data<int64_t>(taken);
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t at = pos.data()[b], of = source.data()[layer * source.size(1) + b];
+        const bool due = (at + 1) % steps == 0;
+        int64_t& first = newer.data()[b];
+        if (due) first = std::max<int64_t>(at + 1 - recent, 0);
+        for (int64_t h = 0; h < H; h++, to += k, many++) {
+            int64_t *set = sets.data() + place(layer, b, h) * n, &size = counts.data()[place(layer, b, h)];
+            if (due && of != layer) {
+                std::copy_n(sets.data() + place(of, b, h) * n, n, set), size = counts.data()[place(of, b, h)];
+            } else if (due) {
+                const int64_t head = heads.data()[b * H + h];
+                std::copy_n(idx.data() + b * idx.stride(0) + head * idx.stride(1), n, set);
+                size = count.data()[b * count.size(1) + head];
+            }
+            for (int64_t t = 0; t < k; t++) to[t] = t < size ? set[t] : std::min(first + t - size, last);
+            *many = size + at - first + 1;
+        }
+    }
+    return {std::move(run), std::move(taken)};
+}
+
 OPERATOR(Tensor, top_p_count, SmallRows<float> weights, Small<int64_t> pos, double p, int64_t sinks, int64_t recent) {
     Tensor count = like(weights, {weights.size(0), weights.size(1)}, ScalarType::Long);
     count_nucleus(rows_of(weights, pos.data()), p, {.sinks = sinks, .recent = recent}, data<int64_t>(count));
