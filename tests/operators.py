@@ -658,6 +658,45 @@ def channel_score(d: Draw) -> Problem:
     return (q, channels, keys, pos), [Scores(want, size, pos)]
 
 
+class Largest:
+    """The queries in the largest channels, and these: of equal ones any."""
+
+    def __init__(self, q: Tensor, r: int, bounds: bool):
+        self.q, self.r, self.bounds = q.double(), r, bounds  # [B, H, G, D]
+
+    def check(self, got: list[Tensor], version: str) -> None:
+        few, channels = got
+        (B, H, _, D), size = self.q.shape, self.q.abs().sum(2)
+        assert few.dtype == torch.float32 and channels.dtype == torch.int64
+        for b in range(B):
+            for h in range(H):
+                at, x = channels[b, h] % D, self.q[b, h]
+                assert len(set(at.tolist())) == self.r == len(at)
+                assert torch.allclose(size[b, h, at].sort().values, size[b, h].sort().values[-self.r :], rtol=1e-5)
+                high = x[:, at].sum(0) > 0 if self.bounds else torch.zeros(self.r)
+                near = x[:, at].sum(0).abs() < 1e-6  # its sign is that of a rounding error
+                assert (near | (channels[b, h] // D == high)).all()
+                covered = x[:, at].abs().sum(1) / x.abs().sum(1)
+                Near(x[:, at] / (covered * D).sqrt()[:, None]).check([few[b, h]], version)
+
+
+@problem
+def largest_channels(d: Draw) -> Problem:
+    s, bounds = d.sizes((2, 6, 16, 64, 80, 128)), d.pick(True, False)
+    r, q = d.some(1, s.D), d.normal(s.B, (s.g + 1) * s.H, s.D)[:, : s.g * s.H] * s.size
+    return (q, s.H, r, bounds), [Largest(q.unflatten(1, (s.H, s.g)), r, bounds), None]
+
+
+@problem
+def append_channels(d: Draw) -> Problem:
+    s = d.sizes((2, 6, 64, 80), (1, 9, 40))
+    keys, k = d.view(d.normal(s.B + s.spare, s.H, s.D, s.T)), d.normal(s.B, 2 * s.H, s.D)[:, s.H :]
+    pos, want = d.integers(0, s.T, s.B), keys.clone()
+    for b, at in enumerate(pos.tolist()):
+        want[b, :, :, at] = k[b]
+    return (keys, k, pos), [Same(want)]
+
+
 @problem
 def label_score(d: Draw) -> Problem:
     s, bits = d.sizes(), d.pick(2, 4)
@@ -808,6 +847,52 @@ class Pages:
                 assert all(first % self.page == 0 for first in each[:: self.page])
 
 
+def sharing(d: Draw) -> Any:
+    """Sizes, and who takes whose set: an earlier layer's, an earlier head's, or its own."""
+    s, L = d.sizes(lengths=(9, 40)), d.some(1, 3)
+    s.layer, s.steps, s.recent, s.first = d.some(0, L - 1), d.some(1, 3), d.some(1, 8), d.pick(0, 2)
+    s.pos, s.source = d.integers(0, s.T, s.B), d.integers(0, s.layer + 1, L, s.B + s.spare)
+    s.heads = d.integers(0, s.first + s.H, s.B + s.spare, s.H)
+    return s
+
+
+@problem
+def choosers_last(d: Draw) -> Problem:
+    s = sharing(d)
+    want = torch.full((s.B, s.H), -1)
+    for b, pos in enumerate(s.pos.tolist()):
+        for h in range(s.H):
+            if s.source[s.layer, b] == s.layer and s.heads[b, h] == s.first + h and (pos + 1) % s.steps == 0:
+                want[b, h] = max(pos - s.recent, -1)
+    return (s.pos, s.heads, s.source, torch.tensor([s.layer]), s.first, s.steps, s.recent), [Same(want)]
+
+
+@problem
+def take_sets(d: Draw) -> Problem:
+    """Those of other layers and rows stay; so do all where none is due."""
+    s, n = sharing(d), d.some(1, 7)
+    rows = len(s.source), s.B + s.spare, s.H
+    sets, counts, newer = d.integers(0, s.T, *rows, n), d.integers(0, n + 1, *rows), s.pos - d.integers(0, 5, s.B)
+    newer = torch.cat((newer.clamp(min=0), torch.full((s.spare,), 77)))
+    idx, count = d.integers(0, s.T, s.B, s.first + s.H, n), d.integers(0, n + 1, s.B, s.first + s.H)
+    k, left = n + s.recent + 5, [x.clone() for x in (sets, counts, newer)]
+    run, many = torch.zeros(s.B, s.H, k, dtype=torch.int64), torch.zeros(s.B, s.H, dtype=torch.int64)
+    for b, pos in enumerate(s.pos.tolist()):
+        of, due = int(s.source[s.layer, b]), (pos + 1) % s.steps == 0
+        left[2][b] = max(0, pos + 1 - s.recent) if due else newer[b]
+        for h in range(s.H):
+            if due:
+                taken = (idx[b, s.heads[b, h]], count[b, s.heads[b, h]])
+                taken = taken if of == s.layer else (sets[of, b, h], counts[of, b, h])
+                left[0][s.layer, b, h], left[1][s.layer, b, h] = taken
+            chosen = left[0][s.layer, b, h, : left[1][s.layer, b, h]].tolist()
+            each = chosen + list(range(int(left[2][b]), pos + 1))
+            many[b, h] = len(each)
+            run[b, h] = torch.tensor((each + [min(pos + 1 + i, s.T - 1) for i in range(k)])[:k])
+    given = (idx, count, s.pos, s.heads, s.source, torch.tensor([s.layer]), sets, counts, newer)
+    return (*given, s.steps, s.recent, s.T - 1, k), [Same(x) for x in (run, many, *left)]
+
+
 @problem
 def top_p_count(d: Draw) -> Problem:
     """Peaked, flat and tied rows; weights so small that they are zero."""
@@ -839,6 +924,43 @@ class Fewest:
 
                 least, most = (n, n) if p == 1 else (fewest(p - 1e-6), fewest(p + 1e-6))
                 assert least <= int(got[0][b, h]) <= most
+
+
+def logits(d: Draw) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """Sizes, logits [B, H, g, T] with NaN past pos, pos, and the softmax of what counts in float64."""
+    s = d.sizes()
+    pos = torch.tensor([d.pick(0, s.T - 1, d.some(0, s.T - 1)) for _ in range(s.B)])
+    x = d.fp32(s.B, s.H, s.g, s.T) * d.pick(0.0, 1.0, 12.0) + d.pick(0.0, -200.0)
+    late = (torch.arange(s.T) > pos[:, None])[:, None, None]
+    return s, d.view(x.masked_fill(late, NAN)), pos, x.double().masked_fill(late, float("-inf")).softmax(-1)
+
+
+@problem
+def group_weights(d: Draw) -> Problem:
+    _, x, pos, weights = logits(d)
+    return (x, pos), [Near(weights.mean(2))]
+
+
+@problem
+def attended_share(d: Draw) -> Problem:
+    """Of a list that begins anywhere among the slots, each of which it has once."""
+    s, x, pos, weights = logits(d)
+    order = torch.stack([torch.stack([torch.randperm(n + 1, generator=d.gen).repeat(s.T)[: s.T] for _ in range(s.H)])
+                         for n in pos.tolist()])  # fmt: skip
+    count = torch.stack([d.integers(1, n + 2, s.H) for n in pos.tolist()])
+    share, want = torch.full((s.B + s.spare, s.H * s.g), 7.0), torch.full((s.B + s.spare, s.H * s.g), 7.0).double()
+    for b in range(s.B):
+        for h in range(s.H):
+            want[b, h * s.g : (h + 1) * s.g] = weights[b, h][:, order[b, h, : count[b, h]]].sum(-1)
+    return (x, order, count, pos, share), [Near(want)]
+
+
+@problem
+def with_mean(d: Draw) -> Problem:
+    s = d.sizes((2, 6, 64, 80, 128))
+    y, share = d.normal(s.B, (s.g + 1) * s.H, s.D)[:, : s.g * s.H], d.fp32(s.B + s.spare, s.H * s.g).sigmoid()
+    mean, by = d.fp32(s.B + s.spare, s.H, s.D), share[: s.B, :, None].double()
+    return (y, share, mean), [Near(by * y.double() + (1 - by) * mean[: s.B].double().repeat_interleave(s.g, 1))]
 
 
 # ---- one token ----
@@ -1017,6 +1139,8 @@ def distinct_keys(d: Draw) -> Problem:
 def join_page(d: Draw) -> Problem:
     s, page = d.sizes((2, 6, 64, 80), (1, 9)), d.pick(1, 4, 16)
     bounds = [d.normal(s.B + s.spare, s.H, s.T, s.D) for _ in "lh"]
+    if d.pick(True, False):  # channel by channel
+        bounds = [x.mT.contiguous().mT for x in bounds]
     k = d.normal(s.B, 2 * s.H, s.D)[:, s.H :]
     pos = torch.tensor([d.pick(0, d.some(0, s.T * page - 1)) for _ in range(s.B)])
     answers = [x.clone() for x in bounds]
@@ -1025,6 +1149,18 @@ def join_page(d: Draw) -> Problem:
             held = answer[b, :, at // page]
             held.copy_(k[b] if at % page == 0 else wider(held, k[b]))
     return (*bounds, k, pos, page), [Same(x) for x in answers]
+
+
+@problem
+def join_mean(d: Draw) -> Problem:
+    """Before the first token it is NaN."""
+    s, pos = d.sizes((2, 6, 64, 80)), d.integers(0, 3, 3)
+    x, mean, pos = d.normal(s.B, 2 * s.H, s.D)[:, s.H :], d.fp32(s.B + s.spare, s.H, s.D), pos[: s.B] * 1000
+    want = mean.double()
+    for b, n in enumerate(pos.tolist()):
+        want[b] = (want[b] * n + x[b].double()) / (n + 1)
+        mean[b] = mean[b] if n else NAN
+    return (x, mean, pos), [Near(want)]
 
 
 @problem

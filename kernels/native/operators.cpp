@@ -100,6 +100,18 @@ private:
     std::vector<float> numbers;
 };
 
+Logits logits_of(const InRows<float>& x, const Small<int64_t>& pos) {
+    return {.at = x.data(),
+            .row = x.stride(0),
+            .head = x.stride(1),
+            .query = x.stride(2),
+            .B = x.size(0),
+            .H = x.size(1),
+            .G = x.size(2),
+            .n = x.size(3),
+            .pos = pos.data(),
+            .threads = threads()};
+}
 Scores scores_of(const Tensor& out) {
     return {.at = data<float>(out), .row = out.stride(0), .head = out.stride(1), .query = out.stride(2)};
 }
@@ -449,6 +461,47 @@ OPERATOR(Two, page_select, SmallRows<float> scores, Small<int64_t> pos, Strided<
     return {std::move(idx), std::move(count)};
 }
 
+OPERATOR(Tensor, choosers_last, Small<int64_t> pos, Stored<int64_t> heads, Stored<int64_t> source,
+         Stored<int64_t> number, int64_t first_head, int64_t steps, int64_t recent) {
+    const int64_t B = pos.numel(), H = heads.size(1), layer = *number.data();
+    Tensor last = like(pos, {B, H});
+    for (int64_t i = 0; i < B * H; i++) {
+        const int64_t b = i / H, at = pos.data()[b];
+        const bool chooses = (at + 1) % steps == 0 && source.data()[layer * source.size(1) + b] == layer &&
+                             heads.data()[i] == first_head + i % H;
+        data<int64_t>(last)[i] = chooses ? std::max<int64_t>(at - recent, -1) : -1;
+    }
+    return last;
+}
+
+OPERATOR(Two, take_sets, SmallRows<int64_t> idx, Small<int64_t> count, Small<int64_t> pos, Stored<int64_t> heads,
+         Stored<int64_t> source, Stored<int64_t> number, Stored<int64_t> sets, Stored<int64_t> counts,
+         Stored<int64_t> newer, int64_t steps, int64_t recent, int64_t last, int64_t k) {
+    const int64_t B = pos.numel(), H = heads.size(1), n = sets.size(3), layer = *number.data();
+    const auto place = [&](int64_t of, int64_t b, int64_t h) { return (of * sets.size(1) + b) * H + h; };
+    Tensor run = like(pos, {B, H, k}), taken = like(pos, {B, H});
+    int64_t *to = data<int64_t>(run), *many = data<int64_t>(taken);
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t at = pos.data()[b], of = source.data()[layer * source.size(1) + b];
+        const bool due = (at + 1) % steps == 0;
+        int64_t& first = newer.data()[b];
+        if (due) first = std::max<int64_t>(at + 1 - recent, 0);
+        for (int64_t h = 0; h < H; h++, to += k, many++) {
+            int64_t *set = sets.data() + place(layer, b, h) * n, &size = counts.data()[place(layer, b, h)];
+            if (due && of != layer) {
+                std::copy_n(sets.data() + place(of, b, h) * n, n, set), size = counts.data()[place(of, b, h)];
+            } else if (due) {
+                const int64_t head = heads.data()[b * H + h];
+                std::copy_n(idx.data() + b * idx.stride(0) + head * idx.stride(1), n, set);
+                size = count.data()[b * count.size(1) + head];
+            }
+            for (int64_t t = 0; t < k; t++) to[t] = t < size ? set[t] : std::min(first + t - size, last);
+            *many = size + at - first + 1;
+        }
+    }
+    return {std::move(run), std::move(taken)};
+}
+
 OPERATOR(Tensor, top_p_count, SmallRows<float> weights, Small<int64_t> pos, double p, int64_t sinks, int64_t recent) {
     Tensor count = like(weights, {weights.size(0), weights.size(1)}, ScalarType::Long);
     count_nucleus(rows_of(weights, pos.data()), p, {.sinks = sinks, .recent = recent}, data<int64_t>(count));
@@ -606,6 +659,78 @@ OPERATOR(Tensor, distinct_keys, InRows<T> k, Small<int64_t> filled) {
 OPERATOR(Tensor, channel_score, Queries q, Small<int64_t> channels, InRows<T> keys, Small<int64_t> pos) {
     Tensor out = rows_like(q, {q.size(0), q.size(1), q.size(2)}, keys.size(3));
     channel_scores(q.scored(keys.size(3), pos.data()), channels.data(), cache_of(keys), scores_of(out));
+    return out;
+}
+
+OPERATOR(Two, largest_channels, SmallRows<T> q, int64_t H, int64_t r, bool bounds) {
+    const int64_t B = q.size(0), G = q.size(1) / H, D = q.size(2);
+    STD_TORCH_CHECK(r > 0 && r <= D, r, " channels of ", D);
+    Tensor few = like(q, {B, H, G, r}, ScalarType::Float), channels = like(q, {B, H, r}, ScalarType::Long);
+    int64_t* at = data<int64_t>(channels);
+    float* to = data<float>(few);
+    std::vector<float> size(D);
+    std::vector<int64_t> order(D);
+    for (int64_t i = 0; i < B * H; i++, at += r) {
+        const T* group = q.data() + i / H * q.stride(0) + i % H * G * q.stride(1);
+        std::fill(size.begin(), size.end(), 0.0f);
+        for (int64_t g = 0; g < G; g++)
+            for (int64_t d = 0; d < D; d++) size[d] += std::fabs(number(group[g * q.stride(1) + d]));
+        for (int64_t d = 0; d < D; d++) order[d] = d;
+        std::nth_element(order.begin(), order.begin() + (r - 1), order.end(),
+                         [&](int64_t a, int64_t b) { return size[a] != size[b] ? size[a] > size[b] : a < b; });
+        std::copy_n(order.begin(), r, at);
+        for (int64_t g = 0; g < G; g++, to += r) {
+            const T* x = group + g * q.stride(1);
+            float all = 0, own = 0;
+            for (int64_t d = 0; d < D; d++) all += std::fabs(number(x[d]));
+            for (int64_t c = 0; c < r; c++) to[c] = number(x[at[c]]), own += std::fabs(to[c]);
+            const float by = std::sqrt(std::max(own / std::max(all, 1e-30f) * D, 1e-30f));
+            for (int64_t c = 0; c < r; c++) to[c] /= by;
+        }
+        for (int64_t c = 0; bounds && c < r; c++) {
+            float sum = 0;
+            for (int64_t g = 0; g < G; g++) sum += number(group[g * q.stride(1) + at[c]]);
+            if (sum > 0) at[c] += D;
+        }
+    }
+    return {std::move(few), std::move(channels)};
+}
+
+OPERATOR(Tensor, group_weights, SmallRows<float> logits, Small<int64_t> pos) {
+    const Logits of = logits_of(logits, pos);
+    Tensor out = like(logits, {of.B, of.H, of.n});
+    mean_softmax(of, data<float>(out));
+    return out;
+}
+
+// ---- the mean value ----
+
+OPERATOR(void, join_mean, SmallRows<T> x, Stored<float> mean, Small<int64_t> pos) {
+    float* to = mean.data();
+    for (int64_t i = 0, H = x.size(1), D = x.size(2); i < x.size(0) * H; i++, to += D) {
+        const int64_t b = i / H, n = pos.data()[b];
+        const T* from = x.data() + b * x.stride(0) + i % H * x.stride(1);
+        for (int64_t d = 0; d < D; d++) {
+            const float old = n > 0 ? to[d] : 0;
+            to[d] = old + (number(from[d]) - old) / (float)(n + 1);
+        }
+    }
+}
+
+OPERATOR(void, attended_share, SmallRows<float> logits, SmallRows<int64_t> idx, Strided<int64_t> count,
+         Small<int64_t> pos, Stored<float> share) {
+    listed_share(logits_of(logits, pos), list_of(idx, count), share.data());
+}
+
+OPERATOR(Tensor, with_mean, SmallRows<T> y, Stored<float> share, Stored<float> mean) {
+    const int64_t heads = y.size(1), D = y.size(2), each = heads / mean.size(1);
+    Tensor out = like(y);
+    for (int64_t i = 0; i < y.size(0) * heads; i++) {
+        const T* from = y.data() + i / heads * y.stride(0) + i % heads * y.stride(1);
+        const float own = share.data()[i], *rest = mean.data() + i / each * D;
+        T* to = data<T>(out) + i * D;
+        for (int64_t d = 0; d < D; d++) put_number(to + d, own * number(from[d]) + (1 - own) * rest[d]);
+    }
     return out;
 }
 
@@ -965,7 +1090,8 @@ OPERATOR(void, group_append, Small<T> x, Small<int64_t> pos, Stored<T> down, Sto
 }
 
 // The token of each row widens its page; the first one of a page replaces what its bounds held
-OPERATOR(void, join_page, InRows<T> low, InRows<T> high, SmallRows<T> k, Small<int64_t> pos, int64_t page) {
+OPERATOR(void, join_page, Strided<T> low, Strided<T> high, SmallRows<T> k, Small<int64_t> pos, int64_t page) {
+    const int64_t apart[] = {low.stride(3), high.stride(3)};  // numbers from one channel to the next
     for (int64_t i = 0, H = k.size(1); i < k.size(0) * H; i++) {
         const int64_t b = i / H, h = i % H, at = pos.data()[b] / page;
         STD_TORCH_CHECK(at >= 0 && at < low.size(2), "page ", at, " of ", low.size(2));
@@ -973,10 +1099,20 @@ OPERATOR(void, join_page, InRows<T> low, InRows<T> high, SmallRows<T> k, Small<i
         const T* x = k.data() + b * k.stride(0) + h * k.stride(1);
         T *least = low.data() + b * low.stride(0) + h * low.stride(1) + at * low.stride(2),
           *most = high.data() + b * high.stride(0) + h * high.stride(1) + at * high.stride(2);
-        for (int64_t d = 0; d < k.size(2); d++) {
-            if (first || number(x[d]) < number(least[d])) least[d] = x[d];
-            if (first || number(x[d]) > number(most[d])) most[d] = x[d];
+        for (int64_t d = 0; d < k.size(2); d++, least += apart[0], most += apart[1]) {
+            if (first || number(x[d]) < number(*least)) *least = x[d];
+            if (first || number(x[d]) > number(*most)) *most = x[d];
         }
+    }
+}
+
+OPERATOR(void, append_channels, InRows<T> keys, SmallRows<T> k, Small<int64_t> pos) {
+    check_slots(pos, keys.size(3));
+    for (int64_t i = 0, H = k.size(1), D = k.size(2); i < k.size(0) * H; i++) {
+        const int64_t b = i / H, h = i % H;
+        const T* x = k.data() + b * k.stride(0) + h * k.stride(1);
+        T* to = keys.data() + b * keys.stride(0) + h * keys.stride(1) + pos.data()[b];
+        for (int64_t d = 0; d < D; d++) to[d * keys.stride(2)] = x[d];
     }
 }
 
