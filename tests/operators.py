@@ -165,16 +165,42 @@ def decode_attention(d: Draw) -> Problem:
     return (q, k, v, None if not start.any() and d.pick(True, False) else start, stop), [want]
 
 
+def ragged_heads(d: Draw) -> Any:
+    """Sizes; the slots of each row shared out to its heads, `first` and `filled`; where each head begins and ends."""
+    s = d.sizes(lengths=SHORT[3:])
+    free = [d.pick(0, d.some(0, s.T - 1)) for _ in range(s.B + 1)]
+    cuts = [sorted(d.random.sample(range(1, s.H * (s.T - n)), s.H - 1)) for n in free]
+    first = [[0, *(c + (h + 1) * n for h, c in enumerate(row)), s.H * s.T] for n, row in zip(free, cuts, strict=True)]
+    ends = [[(lo, hi - n) for lo, hi in zip(row, row[1:], strict=False)] for n, row in zip(free, first, strict=True)]
+    return s, torch.tensor(first), torch.tensor([s.T - n for n in free]), ends
+
+
 @problem
 def ragged_attention(d: Draw) -> Problem:
-    """All rows and heads have their slots in one list."""
-    s = d.sizes(lengths=SHORT[3:])
-    ends = [(lo, hi) for lo, hi in spans(d, s, s.B * s.H) for lo, hi in [(lo, hi) if lo < hi else (0, s.T)]]
-    filled = inside(ends, s.T).any(0)
-    k, v = (d.normal(s.T, s.D).masked_fill(~filled[:, None], NAN) for _ in "kv")
+    s, first, filled, ends = ragged_heads(d)
+    there = torch.stack([inside(row, s.H * s.T).any(0) for row in ends]).view(-1, s.H, s.T, 1)
+    k, v = (d.normal(s.B + 1, s.H, s.T, s.D).masked_fill(~there, NAN) for _ in "kv")
     q = d.normal(s.B, s.H * s.g, s.D)
-    want = heads(q, s.H, lambda b, h, x: attend(x, *(y[slice(*ends[b * s.H + h])] for y in (k, v))))
-    return (q, k, v, *(x.view(s.B, s.H) for x in torch.tensor(ends).unbind(1))), [want]
+    want = heads(q, s.H, lambda b, h, x: attend(x, *(y[b].flatten(0, 1)[slice(*ends[b][h])] for y in (k, v))))
+    return (q, k, v, first, filled), [want]
+
+
+@problem
+def ragged_append(d: Draw) -> Problem:
+    s, first, filled, ends = ragged_heads(d)
+    given = [
+        d.normal(s.B + 1, s.H, s.T, s.D),
+        d.normal(s.B + 1, s.H, s.T, s.D),
+        d.integers(0, 99, s.B + 1, s.H, s.T).int(),
+    ]
+    k, v, pos = d.view(d.normal(s.B, s.H, s.D)), d.normal(s.B, s.H, s.D), d.integers(0, 99, s.B)
+    after = [x.clone() for x in (*given, filled)]
+    for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
+        slot = min(ends[b][h][1], s.H * s.T - 1)
+        for x, new in zip(after, (k[b, h], v[b, h], pos[b]), strict=False):
+            x[b].flatten(0, 1)[slot] = new
+        after[3][b] += h == 0
+    return (k, v, pos, *given, first, filled), [Same(x) for x in after]
 
 
 @problem

@@ -164,8 +164,28 @@ OPERATOR(Tensor, verify_attention, Small<T> q, InRows<T> k, InRows<T> v, Optiona
     return out;
 }
 
-OPERATOR(Tensor, ragged_attention, Small<T> q, InRows<T> k, InRows<T> v, Small<int64_t> start, Small<int64_t> stop) {
-    const int64_t B = q.size(0), D = q.size(2), H = start.size(1), G = q.size(1) / H;
+// The slots of a row belong to one head after another: head h's begin at first[b, h], and the last N - filled[b] are
+// free
+static int64_t ragged_stop(const Stored<int64_t>& first, const Stored<int64_t>& filled, int64_t b, int64_t h,
+                           int64_t N) {
+    return first.data()[b * first.size(1) + h + 1] - N + filled.data()[b];
+}
+
+OPERATOR(void, ragged_append, SmallRows<T> k, SmallRows<T> v, Small<int64_t> pos, Stored<T> k_cache, Stored<T> v_cache,
+         Stored<int32_t> place, Stored<int64_t> first, Stored<int64_t> filled) {
+    const int64_t B = k.size(0), H = k.size(1), D = k.size(2), N = k_cache.size(2);
+    for (int64_t b = 0; b < B; b++, filled.data()[b - 1]++)
+        for (int64_t h = 0; h < H; h++) {
+            const int64_t slot = b * H * N + std::min(ragged_stop(first, filled, b, h, N), H * N - 1);
+            for (auto [cache, x] : {std::pair(&k_cache, &k), std::pair(&v_cache, &v)})
+                std::memcpy(cache->data() + slot * D, x->data() + b * x->stride(0) + h * x->stride(1), D * sizeof(T));
+            place.data()[slot] = (int32_t)pos.data()[b];
+        }
+}
+
+OPERATOR(Tensor, ragged_attention, Small<T> q, Stored<T> k, Stored<T> v, Stored<int64_t> first,
+         Stored<int64_t> filled) {
+    const int64_t B = q.size(0), D = q.size(2), H = k.size(1), N = k.size(2), G = q.size(1) / H;
     Tensor out = like(q);
     const Heads<T> heads{.q = q.data(),
                          .row = G * D,
@@ -176,9 +196,13 @@ OPERATOR(Tensor, ragged_attention, Small<T> q, InRows<T> k, InRows<T> v, Small<i
                          .G = G,
                          .D = D,
                          .threads = threads()};
-    const auto slots = [](const InRows<T>& x) {
-        return Cache<T>{.at = x.data(), .row = 0, .head = 0, .slot = x.stride(0)};
-    };
+    std::vector<int64_t> start(B * H), stop(B * H);
+    for (int64_t i = 0; i < B * H; i++) {
+        const int64_t b = i / H, h = i % H;
+        start[i] = b * H * N + first.data()[b * (H + 1) + h];
+        stop[i] = b * H * N + ragged_stop(first, filled, b, h, N);
+    }
+    const auto slots = [D](const Stored<T>& x) { return Cache<T>{.at = x.data(), .row = 0, .head = 0, .slot = D}; };
     attend_range(heads, slots(k), slots(v), Range{start.data(), stop.data()}, Means{});
     return out;
 }
