@@ -180,8 +180,8 @@ class HShare(DoubleSparsity):
     def select(self, q, pos):
         a, sets, shared = self.args, self.sets, (self.head_source, self.sets.source, self.number)
         last = choosers_last(pos, *shared, self.shape.own_heads.start, a.steps, a.recent)
-        chosen = self._critical(q, last, self.once_a_step(pos, "critical", lambda: self._wanted(pos)))
-        idx, count = map(self.of_all_heads, chosen)
+        wanted = self.once_a_step(pos, f"wanted by {self.shape.n_kv_head} heads", lambda: self._wanted(pos))
+        idx, count = map(self.of_all_heads, self._critical(q, last, wanted))
         slots = self.shape.max_seq_len
         return take_sets(
             idx, count, pos, *shared, sets.idx, sets.count, self.newer, a.steps, a.recent, slots - 1, self.k_static
