@@ -59,7 +59,7 @@ MODEL = f"--checkpoint {PUBLISHED} --calibration {os.path.relpath(SMOLLM2_CALIBR
 ASKED = f"eval.compare {MODEL} --kv-dtype bf16 --threads 1 --max-new-tokens 32"
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
 FOUND_LONG = "--tasks niah_single_1"  # from 4K on it finds a third of the others
-LADDERS = "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --at-once 96"
+LADDERS = "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --at-once 24"
 PREDICTED = f"eval.perplexity {MODEL} --kv-dtype bf16 --threads 1 --decoded 256 --windows 4 --batch-size 2 --recall 4"
 BESIDE = f"tests.audit.compare_kvpress --checkpoint {PUBLISHED} --threads 1 --max-new-tokens 16"
 DECODE = "bench.bench_generate --threads 2 --synthetic"
@@ -83,12 +83,12 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
                        f"{PAPERS}", 2),
         distances=[f"{PREDICTED} --text {text} --length {n} --method {EVERY}{f' {SLOW}' if n == 2048 else ''}"
                    for n in (4096, 2048) for text in ("prose", "code")],
-        bytes=[*parts(f"{ASKED} --lengths 2048 --samples 30 {FOUND} --batch-size 3 {LADDERS} --method {HELD_ALL} "
-                      f"{' '.join(m for m in READ if m not in HELD)}", 10),
-               *parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 2 {LADDERS} --method {held_4k} "
-                      f"{' '.join(m for m in READ if m not in HELD)}", 5)],
-        known=parts(f"{ASKED} --lengths 2048 --samples 30 {FOUND} --batch-size 3 --query-in-prompt --kv 1/2,1/4,1/8 "
-                    f"--at-once 96 --method {EVICTORS}", 3),
+        bytes=[*parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} --batch-size 10 {LADDERS} --method {HELD_ALL} "
+                      f"{' '.join(m for m in READ if m not in HELD)}", 8),
+               *parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 5 {LADDERS} --method {held_4k} "
+                      f"{' '.join(m for m in READ if m not in HELD)}", 4)],
+        known=parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} --batch-size 10 --at-once 24 --query-in-prompt "
+                    f"--kv 1/2,1/4,1/8 --method {EVICTORS}", 4),
         long=parts(f"{ASKED} --lengths 8192 --samples 10 {FOUND_LONG} --batch-size 1 --method full "
                    "self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 sals-25 ojakv-0.8 razor,window=128",
                    2),
