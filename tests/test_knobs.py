@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.grammar import method_files
+from cache.grammar import method_files, parse_spec
 from cache.spec import knob_names, make_args, method_class
 from model import ModelArgs
 from runtime.errors import InputError
@@ -64,6 +64,37 @@ def test_wrong_knobs_are_input_errors(name):
         with pytest.raises(InputError) as e:
             make(name, knobs)
         assert "\n" not in str(e.value), knobs
+
+
+SNAPKV = ("pool=max,group=mean,decode_slots=512,decode_budget=None,decode_every=64,safeguard=0.2,value_aware=False,"
+          "first_stage=0.5,chunk_length=0,min_tokens=128")  # fmt: skip
+ADAPTIVE = "adaptive=True,decode_slots=512,value_aware=False,first_stage=0.5,chunk_length=0,min_tokens=128"
+
+
+@pytest.mark.parametrize("spec", [  # ours: min_tokens
+    "h2o,heavy=0.1,recent=0.1,min_tokens=128", "tova,budget=0.125,recent=0,heads=layer,min_tokens=128",
+    f"snapkv,budget=1024,recent=32,kernel=7,adaptive=False,{SNAPKV}",
+    f"pyramidkv,budget=2048,recent=8,beta=20.0,kernel=7,adaptive=False,{SNAPKV}",
+    f"rocket,budget=1024,recent=32,kernel=63,kept=None,attended=None,page=3,channels=0.5,adaptive=False,{SNAPKV}",
+    f"expected_attention,budget=0.5,recent=0,sinks=4,future=512,covariance=True,value_norm=True,epsilon=0.01,"
+    f"queries=prompt,safeguard=0.2,{ADAPTIVE}",
+    f"kvzip,budget=0.3,recent=0,sinks=4,chunk=2048,tail=8,safeguard=0.0,{ADAPTIVE}",
+    f"compactor,budget=0.5,recent=4,sinks=8,block=256,sketch=48,blend=0.5,seed=0,safeguard=0.0,{ADAPTIVE}",
+    "attention_matching,budget=0.1,recent=0,keys=attention,queries=prompt,samples=512,decode_slots=512,min_tokens=128",
+    "rkv,budget=1024,recent=8,buffer=128,mix=0.1,kernel=7,alike=0.5,spared=1,min_tokens=128",
+    "keydiff,budget=2048,recent=0,min_tokens=128", "knorm,budget=0.5,recent=0,min_tokens=128",
+    "qfilters,budget=512,recent=64,min_tokens=128", "lagkv,ratio=0.5,sinks=16,lag=1024",
+    "triattention,budget=2048,recent=0,buffer=128,reach=65536,queries=calibration,min_tokens=128",
+    "double_sparsity,channels=0.25,ranking=qk,label_bits=4,budget=0.0625,sinks=0,recent=1",
+    "double_sparsity_offload,channels=0.25,ranking=qk,label_bits=4,budget=0.0625,sinks=0,recent=16,predict=True",
+    "razor,induction=0.14,echo=0.01,sinks=4,window=4000,share=0.2,compensation=True,protect=retrieval,"
+    "retrieval_method=full,full_up_to=0", "quest,page=16,sinks=0,recent=1,budget=1024",
+    "sparq,budget=129,recent=33,channels=0.25,copies=2", "loki,budget=0.25,dims=0.25,calibrated=after",
+])  # fmt: skip
+def test_defaults_are_the_papers(spec):
+    (part,) = parse_spec(spec)
+    cls = method_class(part.name)
+    assert make_args(cls, part.knobs) == cls.Args()
 
 
 @pytest.mark.parametrize("name, knobs, sizes, says", [

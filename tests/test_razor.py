@@ -313,12 +313,6 @@ def test_a_window_that_drops_nothing_is_said_once(capsys):
     assert not capsys.readouterr().err
 
 
-def test_defaults_are_the_papers():
-    a = Razor.Args()
-    assert (a.induction, a.echo, a.sinks, a.window, a.share) == (0.14, 0.01, 4, 4000, 0.2)  # Table 2
-    assert a.compensation and a.protect == "retrieval" and a.retrieval_method == "full" and a.full_up_to == 0
-
-
 def test_the_preset_of_appendix_a2_keeps_a_fifth_above_4k():
     """Table 5 is RULER at 16K, where a window of at least 4000 would be a quarter."""
     cls, knobs = resolve("razor-ruler")

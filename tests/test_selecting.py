@@ -197,10 +197,8 @@ def test_presets_are_the_rows_of_the_papers():
     for name in ("loki", "double_sparsity"):
         args = make_args(method_class(name), rows[f"{name}-4k"][1])
         assert (args.sinks, args.recent, args.budget - args.sinks - args.recent) == (16, 64, 432)
-    quest, sparq, loki = (method_class(n).Args() for n in ("quest", "sparq", "loki"))
-    assert (quest.page, quest.sinks, quest.recent, quest.budget) == (16, 0, 1, 1024)
-    assert (sparq.budget, sparq.recent, sparq.channels, sparq.copies) == (129, 33, 0.25, 2)
-    assert (loki.budget, loki.dims, loki.calibrated) == (0.25, 0.25, "after")
+    assert rows["snapkv-50"] == ("snapkv", dict(budget=0.5)) and rows["snapkv-160"] == ("snapkv", dict(budget=160))
+    assert method_class("double_sparsity").skip_layers == (0, 1)
 
 
 # ---- budgets of p ----
