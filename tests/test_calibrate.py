@@ -595,15 +595,8 @@ def test_what_a_spec_needs():
     assert names("razor") == ["razor"] and names("razor,retrieval_method=sals") == ["razor", "sals"]
     assert names("0-1:full,2-:double_sparsity") == ["channels"]
     assert sorted(s.name for s in all_statistics()) == [
-        "channels",
-        "oja",
-        "palu",
-        "pca",
-        "qfilters",
-        "razor",
-        "sals",
-        "triattention",
-    ]
+        "channels", "oja", "palu", "pca", "qfilters", "razor", "sals", "triattention",
+    ]  # fmt: skip
 
 
 # ---- the command ----

@@ -28,13 +28,8 @@ class Row:
 
     def __init__(self, q, k, length, budget, sinks, recent, layer_ratio, head_ratio, steps, queries, **_):
         self.q, self.k, self.budget, self.sinks, self.recent, self.steps = (
-            q.double(),
-            k.double(),
-            budget,
-            sinks,
-            recent,
-            steps,
-        )
+            q.double(), k.double(), budget, sinks, recent, steps,
+        )  # fmt: skip
         self.kept = [channels()[f"layers.{i}.channels.qk"][:, :R] for i in range(L)]
         told = [
             [[self.critical(i, h, length - 1 - back) for h in range(H)] for back in range(queries)] for i in range(L)
