@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracle_double_sparsity import LabelHead, Probe, attended, random_keys, rotated
+from oracle_double_sparsity import LabelHead, Probe, attended, random_keys
+from oracles import rotated
 
 from cache.base import connected
 from cache.calibration import Calibration

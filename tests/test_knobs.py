@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cache.grammar import method_files, parse_spec
-from cache.spec import knob_names, make_args, method_class
+from cache.spec import knob_names, make_args, method_class, resolve
 from model import ModelArgs
 from runtime.errors import InputError
 from scripts.contract.harness import prompt, run, tiny
@@ -95,6 +95,37 @@ def test_defaults_are_the_papers(spec):
     (part,) = parse_spec(spec)
     cls = method_class(part.name)
     assert make_args(cls, part.knobs) == cls.Args()
+
+
+OJAKV = ("adapt=True,n_start=32,n_recent=32,update_every=32,query_window=32,rule=sequential,important=0.05,"
+         "eta_prefill=0.1,eta_decode=0.05")  # fmt: skip
+
+
+@pytest.mark.parametrize("preset, spec", [
+    ("sals-25", "sals,rank=0.25,score_rank=0.5,value_bits=4"),
+    ("sals-12.5", "sals,rank=0.125,score_rank=0.5,value_bits=2"),
+    ("sals-25-4k", "sals,rank=0.25,value_bits=4,budget=512,budget_of=all,sinks=16,recent=64"),
+    ("sals-25-32k", "sals,rank=0.25,value_bits=4,budget=1024,budget_of=all,sinks=32,recent=128"),
+    ("sals-25-gsm8k", "sals,rank=0.25,value_bits=4,budget=0.25,budget_of=rest,sinks=0,recent=128"),
+    ("ojakv-0.8", f"ojakv,rank=0.8,{OJAKV}"), ("ojakv-0.6", f"ojakv,rank=0.6,{OJAKV}"),
+    ("ojakv-snapkv", f"ojakv,rank=0.6,keep=0.5,{OJAKV}"), ("static_pca_h", "ojakv,adapt=False,n_start=32,n_recent=32"),
+    ("static_pca", "ojakv,adapt=False,n_start=0,n_recent=0,latent=False"),
+    ("eigen", "ojakv,adapt=False,n_start=0,n_recent=0,latent=True"),
+    ("hshare-4k", "hshare,budget=512,sinks=16,recent=64,layer_ratio=0.75,head_ratio=0.75,steps=2"),
+    ("hshare-128", "hshare,budget=128,sinks=8,recent=32,layer_ratio=0.5,head_ratio=0.5,steps=2"),  # GSM8K and CoQA
+    ("quest-160", "quest,budget=160"), ("quest-7.5", "quest,budget=0.075"), ("snapkv-50", "snapkv,budget=0.5"),
+    ("snapkv-160", "snapkv,budget=160"), ("loki-4k", "loki,budget=512,sinks=16,recent=64"),
+    ("double_sparsity-4k", "double_sparsity,budget=512,sinks=16,recent=64"),
+])  # fmt: skip
+def test_presets_are_rows_of_the_papers(preset, spec):
+    (cls, knobs), (part,) = resolve(preset), parse_spec(spec)
+    assert cls is method_class(part.name) and make_args(cls, knobs) == make_args(cls, part.knobs)
+
+
+def test_layers_that_the_papers_leave_dense():
+    sals = method_class("sals")
+    assert sals.skip_layers == (0, 1, -1) and sals.skip_knobs["budget"] == 1.0
+    assert method_class("double_sparsity").skip_layers == (0, 1)
 
 
 @pytest.mark.parametrize("name, knobs, sizes, says", [

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle_double_sparsity import Probe, random_keys, rotated
+from oracle_double_sparsity import Probe, random_keys
 from oracle_razor import RazorHead, alibi_weights, normalized, protected_heads
+from oracles import rotated
 
 from cache.calibration import Calibration
 from cache.spec import make_args, resolve
