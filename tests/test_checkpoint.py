@@ -230,6 +230,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "truncated": (lambda f: truncate(f, "model.safetensors", 0.7), r"cannot read .*model\.safetensors.*truncated"),
     "empty file": (write("model.safetensors", b""), r"cannot read .*model\.safetensors"),
     "garbage": (garbage, r"cannot read .*model\.safetensors"),
+    "huge header": (huge_header, r"cannot read .*model\.safetensors"),
     "tensor missing": (weights(lambda w: w.pop(K_PROJ)), K_PROJ + " is missing"),
     "layer missing": (lambda f: change_config(f, num_hidden_layers=3), r"model\.layers\.2\..* is missing"),
     "unexpected tensor": (
@@ -255,6 +256,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
         weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.int8)})),
         K_PROJ + " .* is int8: quantized weights",
     ),
+    "shard truncated": (truncate_shard, r"cannot read .*model-00002-of-00002\.safetensors"),
     "shard missing": (remove_shard, r"index\.json names 'model-00002-of-00002\.safetensors"),
     "no weight_map": (sharded(lambda i: i.pop("weight_map")), r"index\.json has no weight_map"),
     "weight_map to a number": (sharded(lambda i: i["weight_map"].update({EMBED: 3})), r"index\.json"),

@@ -416,7 +416,7 @@ def test_perplexity_is_that_of_teacher_forcing(cli, tmp_path):
     assert status == 2 and "error: " in err
 
 
-def test_bytes_read_by_budgets_of_p_are_those_of_the_steps(cli, few_texts, tmp_path):
+def test_bytes_read_by_budgets_of_p_are_those_of_the_steps(cli, few_texts):
     """Before, all budgets of p counted the cap."""
     methods, given = ("oracle", "sals,recent=8"), ("p0.3", "p0.9")
     specs = [f"{m},cap=0.8,budget={p},skip_layers=none" for m in methods for p in given]

@@ -369,7 +369,7 @@ def test_bad_input_is_one_line(source, args, message, tmp_path, cli):
     assert code == 2 and not out and message in err and len(err.splitlines()) == 1
 
 
-def test_names(tmp_path, cli):
+def test_names(cli):
     for given, message in (
         ("snapvk", "no method 'snapvk': did you mean snapkv"),
         ("snapkv,no_such=1", "no knob 'no_such'"),
@@ -385,7 +385,7 @@ def test_names(tmp_path, cli):
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(CHECKS)
 
 
-def test_a_file_is_found_in_the_folders_of_ones_own(write, tmp_path):
+def test_a_file_is_found_in_the_folders_of_ones_own(write):
     name = write("toy_found", TOY)
     assert testing.load(f"{name}.py") == name
     with pytest.raises(InputError, match="is not a file, here or in a folder of KV_FAST_METHODS"):

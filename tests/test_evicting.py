@@ -446,7 +446,7 @@ def test_attention_is_matched_for_the_queries_of_a_repetition(monkeypatch):
                 assert np.abs(method.v[b, head, :8].numpy() - values).max() < 1e-3 * np.abs(values).max()
 
 
-def test_kvzip_asks_in_words(monkeypatch):
+def test_kvzip_asks_in_words():
     """The requests of the paper, and the end of the chunk before; rows that have no such chunk get none."""
     method = layer("kvzip", dict(chunk=16, tail=3), (1, 1, 32), 2, 64)
     tokens = torch.arange(80).view(2, 40)

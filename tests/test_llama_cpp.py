@@ -105,7 +105,7 @@ def test_it_takes_turns_with_ours(program, cli):
         os.kill(calls[0][0], 0)
 
 
-def test_its_process_is_stopped_while_others_have_their_turn(program, tmp_path):
+def test_its_process_is_stopped_while_others_have_their_turn(program):
     file, log = program()
     model = random_transformer(ModelArgs(**SIZES), "cpu", torch.float32, seed=1)
     run = LlamaCpp(Work(model, 1, 16, 5, True), str(file), 1)

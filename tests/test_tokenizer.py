@@ -865,7 +865,7 @@ def test_bad_paths_and_text(tmp_path, pair):
         pair[0].encode("a\ud800")
 
 
-def test_the_shipped_model(tmp_path):
+def test_the_shipped_model():
     """models/tiny: a proto without a dummy prefix, alone and in a GGUF file."""
     ours = load_tokenizer(TINY)
     sp = sentencepiece.SentencePieceProcessor(str(TINY / "tokenizer.model"))
