@@ -248,7 +248,7 @@ class KVMethod(Storage):
 
     once: OncePerStep = OncePerStep()  # set by the model: shared by all layers of a cache
     trace: Any = None  # set by `observe`: called with every step's attention
-    noted: Tensor  # int64 [B, 2]: tokens read, and tokens there, summed over the steps since the prompt (`note_read`)
+    noted: Tensor  # int64 [B, 2]: tokens read, and tokens there, summed over lists and steps (`note_read`)
     args: Any
     rope: Rope
     k_unit: Tensor  # [B, Hkv, 1], powers of two, 1 for keys of usual size
@@ -466,10 +466,14 @@ class KVMethod(Storage):
         """For `__init__` of a method whose steps read a number of tokens that depends on data: allocate `noted`."""
         self.buffer("noted", (self.shape.max_batch, 2), torch.int64)
 
-    def note_read(self, tokens: Tensor, pos: Tensor) -> None:
-        """Within a step, after `note_reads`: the tokens it reads, [B], or by head or list [B, H], of pos [B] + 1."""
-        each = tokens if tokens.dim() == 1 else (tokens.sum(1) + tokens.shape[1] - 1) // tokens.shape[1]
-        self.noted[: len(pos)] += torch.stack((each, pos + 1), 1)
+    def note_read(self, tokens: Tensor, pos: Tensor, keys: bool = False) -> None:
+        """Within a step, after `note_reads`: the tokens it reads by head or list, [B, H], of pos [B] + 1; or, with
+        `keys`, those whose values it reads beside all keys, which counts as the mean of both."""
+        H, read = tokens.shape[1], tokens.sum(1)
+        there = self.once_a_step(pos, f"there {H}", lambda: (pos + 1) * H)
+        if keys:
+            read, there = read + there, self.once_a_step(pos, f"keys and values {H}", lambda: there * 2)
+        rows(self.noted, len(pos)).add_(torch.stack((read, there), 1))
 
     @property
     def notes_reads(self) -> bool:

@@ -61,11 +61,10 @@ class LabelCache(Storage):
 
     def scores_by_head(self, q: Tensor, last: Tensor) -> Tensor:
         """The group's sum, for each head's tokens up to its own last [B, Hkv], -1: none -> fp32 [B * Hkv, 1, T]."""
-        B, H = last.shape
-        groups = label_queries(q, self.channels)
-        labels = self.labels[:B].flatten(0, 1)[:, None]
-        params = None if self.params is None else self.params[:B].flatten(0, 1)[:, None]
-        return label_score(groups.flatten(0, 1)[:, None], labels, params, self.bits, last.flatten())
+        groups = label_queries(q, self.channels).view(-1, 1, self.r)
+        labels = rows(self.labels, len(q)).view(-1, 1, *self.labels.shape[2:])
+        params = None if self.params is None else rows(self.params, len(q)).view(-1, 1, *self.params.shape[2:])
+        return label_score(groups, labels, params, self.bits, last.view(-1))
 
 
 def label_channels(channels: int | float, bits: int, head_dim: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from cache.base import Attended, knob
 from cache.evicting import Evicting
 from kernels.prompt_scores import best_tokens, newest_first
-from kernels.ragged_attention import ragged_attention
+from kernels.ragged_attention import ragged_append, ragged_attention, spans
 from runtime.errors import InputError
 
 
@@ -112,25 +112,17 @@ class PromptEvicting(Evicting):
 
     def spans(self, B: int) -> tuple[Tensor, Tensor]:
         """Each head's first slot and the end of its filled slots, both [B, Hkv], within its row."""
-        start, end = self.first[:B, :-1], self.first[:B, 1:]
-        return start, end - self.k.shape[2] + self.filled[:B, None]
+        return spans(self.first[:B], self.filled[:B], self.k.shape[2])
 
     def append(self, k, v, pos):
         if not self.args.adaptive:
             return super().append(k, v, pos)
-        B, (H, N) = len(k), self.k.shape[1:3]
-        row, (_, slot) = torch.arange(B, device=k.device)[:, None], self.spans(B)
-        slot = slot.clamp(max=H * N - 1)  # without free slots the run ends in `maintain`
-        for store, x in ((self.k, k), (self.v, v), (self.place, pos[:, None].int().expand(B, H))):
-            store.flatten(1, 2)[row, slot] = x
-        self.filled[:B] += 1
+        ragged_append(k, v, pos, self.k, self.v, self.place, self.first, self.filled)  # full: see `maintain`
 
     def attend(self, q, idx, count, pos):
         if not self.args.adaptive or idx is not None:
             return super().attend(q, idx, count, pos)
-        row = torch.arange(len(q), device=q.device)[:, None] * (self.first.shape[1] - 1) * self.k.shape[2]
-        start, stop = (x + row for x in self.spans(len(q)))
-        return ragged_attention(q, self.k.flatten(0, 2), self.v.flatten(0, 2), start, stop)
+        return ragged_attention(q, self.k, self.v, self.first, self.filled)
 
     def attended(self, q, idx, count, pos):
         if not self.args.adaptive:

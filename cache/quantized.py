@@ -36,7 +36,6 @@ from runtime.errors import InputError
 # fp8 .00010, .00020, .00039, .0011, .0092;  kivi, whose scales are of channels: .0019, .0019, .0020, .0021, .0021, but
 # it loses, too, where a channel turns within the 32 tokens of a scale
 KEY_BIAS = 4.0
-SHORTEST = 2048  # shorter contexts have the `skip` threshold of this length (ours)
 
 
 def center() -> Any:
@@ -46,7 +45,7 @@ def center() -> Any:
 
 
 def skip() -> Any:
-    """A common knob of the quantizing methods."""
+    """A common knob of methods that attend to every compressed token."""
     return knob(0.0, "threshold, times the length, of a packed block's weight below which its values are not read, as "
                 "in skip_softmax (0: all are read)", 0)  # fmt: skip
 
@@ -170,8 +169,8 @@ class Quantized(KVMethod):
                  self.once_a_step(pos, "values", lambda: v.packed_until(pos)))  # fmt: skip
         if not self.args.skip:
             return self.turn_back(quantized_attention(self.turn(q), k, v, pos, stops, bias))
-        y, values = skipping_quantized_attention(self.turn(q), k, v, pos, *stops, bias, self.args.skip, SHORTEST)
-        self.note_read((values + pos[:, None] + 2) // 2, pos)  # a token is read if its key and its value are
+        y, values = skipping_quantized_attention(self.turn(q), k, v, pos, *stops, bias, self.args.skip)
+        self.note_read(values, pos, keys=True)
         return self.turn_back(y)
 
     def attended(self, q, idx, count, pos):
@@ -184,7 +183,7 @@ class Quantized(KVMethod):
         there = torch.where(t <= pos[:, None], t, -2)
         if self.args.skip:
             k_stop, v_stop = (x.tokens.packed_until(pos) for x in (self.keys, self.values))
-            read = values_read(q, k, pos, self.keys.sinks, k_stop, v_stop, None, self.args.skip, SHORTEST)
+            read = values_read(q, k, pos, self.keys.sinks, k_stop, v_stop, None, self.args.skip)
             there = there[:, None].where(read, -2)
         return Attended.of(q, (there, k, v))
 

@@ -22,7 +22,7 @@ from cache.budget import Selection, TopP, min_tokens
 from cache.dense import Dense
 from kernels.gather_attention import gather_attention, gather_rows, weighted_gather_attention
 from kernels.select import budget_select
-from kernels.top_p import top_p_count
+from kernels.top_p import group_weights, top_p_count
 from runtime.errors import InputError
 
 # What chooses the list of a KV head: its group's sum of q . k, mean softmax or largest logit; or "query", one list for
@@ -79,11 +79,8 @@ class Selecting(Dense):
     def weights(self, logits: Tensor, pos: Tensor) -> Tensor:
         """Estimated attention: logits [B, Hq, T] -> fp32 [B, Hkv, T], the mean softmax of each group; [B, Hq, T] if
         `by_query`."""
-        filled = torch.arange(logits.shape[2], device=pos.device) <= pos[:, None]
-        weights = torch.where(filled[:, None], logits, float("-inf")).softmax(-1)
-        if self.by_query:
-            return weights
-        return weights.unflatten(1, (self.shape.n_kv_head, -1)).mean(2)
+        lists = logits.shape[1] if self.by_query else self.shape.n_kv_head
+        return group_weights(logits.unflatten(1, (lists, -1)), pos)
 
     def ranked(self, q: Tensor, pos: Tensor, last: Tensor | None = None) -> Tensor:
         """The scores that a list is chosen by, according to `heads`: fp32 [B, Hkv, T], or [B, Hq, T] if `by_query`.

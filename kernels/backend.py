@@ -68,5 +68,6 @@ def _version_for(backend: str, device: str, dtype: torch.dtype) -> str:
                 "KV_FAST_BACKEND=triton on a CPU runs in Triton's interpreter: set TRITON_INTERPRET=1, too"
             )
         return "triton"
-    in_cpp = device == "cpu" and backend == "" and dtype in native.DTYPES and native.available()
+    served = dtype in native.DTYPES or dtype == torch.int64  # positions, where no operand is of the cache's dtype
+    in_cpp = device == "cpu" and backend == "" and served and native.available()
     return "cpp" if in_cpp else "torch"

@@ -6,10 +6,12 @@ Each channel is loaded once for all query heads of a group.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.backend import tl, triton
 from kernels.gather_attention import gather_rows
+from kernels.native import DTYPES
 from kernels.op import operation, picked
 from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled
@@ -19,7 +21,7 @@ TILE, WARPS = 2048, 4  # scores of a program, over all query heads: 16 a thread
 
 
 @operation(
-    cpp=True,
+    cpp=lambda q, channels, keys, pos: keys.dtype in DTYPES,
     fake=lambda q, channels, keys, pos: empty_scores(*q.shape[:3], keys.shape[3], device=q.device),
     reads=lambda q, channels, keys, pos: dict(keys=picked(channels, keys)),
 )
@@ -30,6 +32,37 @@ def channel_score(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor) -> Ten
     the last slot that matters -> fp32 [B, H, G, T]. Later slots need not be read; their scores may be anything.
     """
     return q.float() @ gather_rows(keys, channels).float()
+
+
+@operation(
+    cpp=True,
+    fake=lambda q, n_kv_head, r, bounds=False: tuple(
+        q.new_empty(len(q), n_kv_head, *n, dtype=t)
+        for n, t in (((q.shape[1] // n_kv_head, r), torch.float32), ((r,), torch.int64))
+    ),
+)
+def largest_channels(q: Tensor, n_kv_head: int, r: int, bounds: bool = False) -> tuple[Tensor, Tensor]:
+    """The r channels that are largest in a group's sum of |q|, and its queries in them, for `channel_score`.
+
+    q [B, H * G, D] -> fp32 [B, H, G, r], channels [B, H, r] int64, in any order. A query is divided by its temperature,
+    sqrt(D times the share of |q| that its r channels have), so that scores are logits. With bounds, a channel c of a
+    group whose sum is positive becomes c + D: keys then hold the minimum of every channel, followed by the maximum.
+    """
+    groups, D = q.float().unflatten(1, (n_kv_head, -1)), q.shape[2]
+    size = groups.abs()
+    channels = size.sum(2).topk(r, -1).indices
+    at = channels[:, :, None].expand(-1, -1, groups.shape[2], -1)
+    few = groups.gather(3, at)
+    covered = few.abs().sum(-1) / size.sum(-1).clamp(min=1e-30)
+    if bounds:
+        channels = channels + D * (few.sum(2) > 0)
+    return few / (covered * D).clamp(min=1e-30).sqrt()[..., None], channels
+
+
+@operation(cpp=True, mutates=("keys",))
+def append_channels(keys: Tensor, k: Tensor, pos: Tensor) -> None:
+    """In place, one token a row: k [B, H, D] goes to slot pos [B] of keys [>= B, H, D, T]."""
+    keys[torch.arange(len(pos), device=pos.device), :, :, pos] = k
 
 
 # ---- Triton ----

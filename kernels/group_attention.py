@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.backend import tl, triton
 from kernels.native import VECTOR
 from kernels.op import operation
-from kernels.quantize import WORDS, dequantize
+from kernels.quantize import WORDS, dequantize, quantize
 from kernels.rope import apply_rope
 from kernels.splits import blocks_of, combine, parts_of, split_count
 from kernels.tiles import (
@@ -60,6 +60,27 @@ def group_attention(
     """
     params = (None, None) if bits == 16 else (k[1], v[1])
     return _group_attention(q, k[0], params[0], v[0], params[1], k_basis, v_basis, k_bias, v_bias, pos, cos, sin, bits)
+
+
+def project(x: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    """Tokens of all KV heads [B, N * s, n, D], less the bias, times down [N, s * D, r] -> [B, N, n, r], dtype of x."""
+    x = x.unflatten(1, (len(down), -1)).transpose(2, 3).flatten(3)
+    return ((x.float() - bias[:, None]) @ down.float()).to(x.dtype)
+
+
+@operation(cpp=lambda x, pos, down, *_: down.shape[2] % VECTOR == 0, mutates=("stored", "params"))
+def group_append(
+    x: Tensor, pos: Tensor, down: Tensor, bias: Tensor, stored: Tensor, params: Tensor | None, bits: int
+) -> None:
+    """In place, keys or values x [B, N * s, D], before rotation, as coordinates (`project`) into slots pos [B].
+
+    stored [>= B, N, T, r] in the dtype of x or, below 16 bits, packed, with params: as `group_attention` reads them.
+    """
+    y, row = project(x[:, :, None], down, bias)[:, :, 0], torch.arange(len(pos), device=pos.device)
+    if params is None:
+        stored[row, :, pos] = y
+    else:
+        stored[row, :, pos], params[row, :, pos] = quantize(y, bits, group=y.shape[2])
 
 
 def coordinates(data: Tensor, params: Tensor | None, bits: int) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels.backend import tl, triton, version_for
 from kernels.dense_attention import masked_attention
 from kernels.op import operation, whole_vectors
+from kernels.skipping_attention import BLOCK, SHORTEST, SPLIT, in_read_blocks, least_weight
 from kernels.splits import blocks_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step
 from kernels.tuned import tuned
@@ -80,15 +81,15 @@ def _latent_space(
     v_full: Tensor,
     filled: Tensor,
 ) -> Tensor:
-    """`lowrank_attention` over all latents, or where held [B, C] is True."""
+    """`lowrank_attention` over all latents, or where held [B, 1 or Hkv, C] is True."""
     B, Hq, D = q.shape
     C, groups = k_lat.shape[2], q.reshape(B, k_lat.shape[1], -1, D).float()
     lat, full = (groups @ k_basis) @ k_lat.float().mT, groups @ k_full.float().mT  # [B, Hkv, g, C], [B, Hkv, g, F]
     full = full.masked_fill(~filled[:, None, None], float("-inf"))
     v_full = v_full.float().masked_fill(~filled[:, None, :, None], 0)  # 0 * NaN is NaN
     if held is not None:
-        lat = lat.masked_fill(~held[:, None, None], float("-inf"))
-        v_lat = v_lat.masked_fill(~held[:, None, :, None], 0)
+        lat = lat.masked_fill(~held[:, :, None], float("-inf"))
+        v_lat = v_lat.masked_fill(~held[..., None], 0)
     p = (torch.cat((lat, full), -1) * D**-0.5).softmax(-1)
     y = (p[..., :C] @ v_lat.float()) @ v_basis.mT + p[..., C:] @ v_full
     return y.to(q.dtype).view(B, Hq, D)
@@ -108,7 +109,7 @@ def _lowrank_attention(
     rest = k_full, v_full, filled
     if q.device.type != "cpu":  # no length may reach the host
         held = torch.arange(k_lat.shape[2], device=q.device) < stored[:, None]
-        return _latent_space(q, k_lat, v_lat, k_basis, v_basis, held, *rest)
+        return _latent_space(q, k_lat, v_lat, k_basis, v_basis, held[:, None], *rest)
     counts = stored.tolist()
     if len(set(counts)) == 1:
         n = counts[0]
@@ -119,6 +120,32 @@ def _lowrank_attention(
         k, v, row = k_lat[b : b + 1, :, :n], v_lat[b : b + 1, :, :n], slice(b, b + 1)
         out.append(_latent_space(q[row], k, v, k_turn, v_turn, None, *(x[row] for x in rest)))
     return torch.cat(out)
+
+
+@operation(
+    cpp=_serves,
+    fake=lambda q, k_lat, *_: (q.new_empty(q.shape), q.new_empty(k_lat.shape[:2], dtype=torch.int64)),
+)
+def skipping_lowrank_attention(
+    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, k_full: Tensor,
+    v_full: Tensor, filled: Tensor, length: Tensor, scale: float, shortest: int = SHORTEST,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`lowrank_attention` without the values of blocks of latents that weigh next to nothing, and the number of tokens
+    whose values were read [B, Hkv] int64. length [B]: of the context; scale, shortest: as in `skipping_attention`.
+    Full-rank tokens are always read."""
+    read = values_read(q, k_lat, k_basis, stored, length, scale, shortest)
+    y = _latent_space(q, k_lat, v_lat, k_basis, v_basis, read, k_full, v_full, filled)
+    return y, read.sum(2) + filled.sum(1, keepdim=True)
+
+
+def values_read(
+    q: Tensor, k_lat: Tensor, k_basis: Tensor, stored: Tensor, length: Tensor, scale: float, shortest: int = SHORTEST
+) -> Tensor:
+    """The latents whose values `skipping_lowrank_attention` reads: bool [B, Hkv, C]."""
+    held = (torch.arange(k_lat.shape[2], device=q.device) < stored[:, None])[:, None]
+    logits = (q.unflatten(1, (k_lat.shape[1], -1)).float() @ k_basis) @ k_lat.float().mT * q.shape[2] ** -0.5
+    logits = torch.where(held[:, :, None], logits, float("-inf"))
+    return in_read_blocks(logits, length, scale, shortest) & held
 
 
 # ---- Triton ----
@@ -162,12 +189,13 @@ def _store(
 
 @triton.jit
 def _attend(
-    q, q_lat, k_lat, v_lat, stored, k_full, v_full, filled, part_lat, part_full, lse,
+    q, q_lat, k_lat, v_lat, stored, k_full, v_full, filled, part_lat, part_full, lse, read, length, scale, shortest,
     q_strides, k_strides, v_strides, H, C, F, S, S_LAT,
     G: tl.constexpr, D: tl.constexpr, R_K: tl.constexpr, R_V: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, split): the first S_LAT splits share the row's latents, the others its whole tokens."""
+    """Program (row and KV head, split): the first S_LAT splits share the row's latents, the others its whole tokens.
+    With `read`, a split has SPLIT latents, and values of blocks that weigh next to nothing are not read."""
     pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pid_b, pid_h = pid_bh // H, pid_bh % H
     offs_g, offs_n, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -176,12 +204,16 @@ def _attend(
     head = pid_bh * G + offs_g
     m_i = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold no token, and -inf less -inf is NaN
     l_i = tl.zeros([BLOCK_G], tl.float32)
+    n_read = tl.full([], 0, tl.int64)
     if split < S_LAT:
         b_q = tl.load(q_lat + head[:, None] * R_K + offs_k, mask=(offs_g[:, None] < G) & (offs_k < R_K), other=0.0)
         acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
         # what is split is the row's own number, not the buffer: all programs have work at any length
         many = tl.minimum(tl.load(stored + pid_b), C).to(tl.int32)
         step = tl.cdiv(tl.cdiv(many, S_LAT), BLOCK_N) * BLOCK_N
+        if read is not None:
+            step = SPLIT
+            least = least_weight(tl.load(length + pid_b).to(tl.int32), scale, shortest)
         lo = split * step
         hi = tl.minimum(many, lo + step)
         whole = lo + tl.maximum(hi - lo, 0) // BLOCK_N * BLOCK_N
@@ -191,16 +223,30 @@ def _attend(
         p_v = v_lat + pid_b * v_strides[0] + pid_h * v_strides[1] + (offs_v[:, None] * lat_chan + offs_n * lat_slot)
         for first in range(lo, whole, BLOCK_N):  # all of it is stored: no mask along the tokens narrows the loads
             b_k = tl.load(p_k + first * lat_slot, mask=offs_k[:, None] < R_K, other=0.0)
-            b_v = tl.load(p_v + first * lat_slot, mask=offs_v[:, None] < R_V, other=0.0)
-            m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, offs_n >= 0, tl.trans(b_v), m_i, l_i, acc)
+            if read is None:
+                b_v = tl.load(p_v + first * lat_slot, mask=offs_v[:, None] < R_V, other=0.0)
+                m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, offs_n >= 0, tl.trans(b_v), m_i, l_i, acc)
+            else:
+                logits = dot(b_q, b_k) * SCALE
+                if tl.max(((tl.max(logits, 1) - m_i >= least) & (offs_g < G)).to(tl.int32), 0) > 0:
+                    b_v = tl.load(p_v + first * lat_slot, mask=offs_v[:, None] < R_V, other=0.0)
+                    m_i, l_i, acc = softmax_step(logits, offs_n >= 0, tl.trans(b_v), m_i, l_i, acc)
+                    n_read += BLOCK_N
         # The rest, less than a block: other slots of the buffer are read with it, which keeps the loads wide, but count
         # for nothing, NaN or not. Its addresses are not to take registers of the loop above.
         for first in tl.range(whole, hi, BLOCK_N, num_stages=1, disable_licm=True):
             inside, there = first + offs_n < hi, first + offs_n < C
             b_k = tl.load(p_k + first * lat_slot, mask=(offs_k[:, None] < R_K) & there, other=0.0)
-            b_v = tl.load(p_v + first * lat_slot, mask=(offs_v[:, None] < R_V) & there, other=0.0)
-            b_v = tl.where(inside, b_v, 0.0)
-            m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, inside, tl.trans(b_v), m_i, l_i, acc)
+            logits = dot(b_q, b_k) * SCALE
+            weighs = True
+            if read is not None:
+                most = tl.max(tl.where(inside[None, :], logits, float("-inf")), 1)
+                weighs = tl.max(((most - m_i >= least) & (offs_g < G)).to(tl.int32), 0) > 0
+            if weighs:
+                b_v = tl.load(p_v + first * lat_slot, mask=(offs_v[:, None] < R_V) & there, other=0.0)
+                b_v = tl.where(inside, b_v, 0.0)
+                m_i, l_i, acc = softmax_step(logits, inside, tl.trans(b_v), m_i, l_i, acc)
+                n_read += tl.minimum(hi - first, BLOCK_N)
         _store(part_lat, lse, m_i, l_i, acc, head, split, S_LAT, 0, S, offs_g, offs_v, G, R_V)
     else:
         p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
@@ -217,7 +263,10 @@ def _attend(
             at, real = slot[:, None] * D + offs_d, held[:, None] & (offs_d < D)
             b_k, b_v = tl.load(k_full + at, mask=real, other=0.0), tl.load(v_full + at, mask=real, other=0.0)
             m_i, l_i, acc_full = softmax_step(dot(b_q_full, tl.trans(b_k)) * SCALE, held, b_v, m_i, l_i, acc_full)
+            n_read += tl.sum(held.to(tl.int32), 0)
         _store(part_full, lse, m_i, l_i, acc_full, head, split - S_LAT, S - S_LAT, S_LAT, S, offs_g, offs_d, G, D)
+    if read is not None:
+        tl.store(read + pid_bh * S + split, n_read)
 
 
 @triton.jit
@@ -286,8 +335,10 @@ def launch(
     filled: Tensor,
     block: int | None = None,
     splits: tuple[int, int] | None = None,
+    skips: tuple[Tensor, Tensor, float, int] | None = None,
 ) -> Tensor:
-    """The Triton version of `lowrank_attention`; tests give block (a power of two >= 16) and splits."""
+    """The Triton version of `lowrank_attention`; tests give block (a power of two >= 16) and splits. skips: `read`,
+    [B, Hkv, splits], which is filled, and length, scale and shortest of `skipping_lowrank_attention`."""
     B, Hq, D = q.shape
     (H, C, r_k), r_v = k_lat.shape[1:], v_lat.shape[3]
     F = k_full.shape[2]
@@ -296,6 +347,8 @@ def launch(
     options = tuned("_attend", BLOCK_N=block or block_size(D, max(r_k, r_v), k_lat.element_size()),
                     num_warps=NUM_WARPS, num_stages=NUM_STAGES)  # fmt: skip
     block = options["BLOCK_N"]
+    if skips:
+        block = options["BLOCK_N"] = BLOCK
     s_lat, s_full = splits or split_counts(B * H, C, (r_k + r_v) / 2, F, D, block, q.device)
     S, (R_K, R_V) = s_lat + s_full, (rank_block(r) for r in (r_k, r_v))
     k_basis_row, v_basis_row = (0 if x.shape[0] == 1 else H * D * x.shape[3] for x in (k_basis, v_basis))
@@ -311,8 +364,8 @@ def launch(
     )  # fmt: skip
     _attend[(B * H, S)](
         q, q_lat, k_lat, v_lat, stored.contiguous(), k_full, v_full, filled.contiguous(), part_lat, part_full, lse,
-        q.stride(), k_lat.stride(), v_lat.stride(), H, C, F, S, s_lat,
-        **sizes, R_K=r_k, R_V=r_v, BLOCK_K=R_K, BLOCK_V=R_V, **options,
+        *(skips or (None, None, 0.0, 1)), q.stride(), k_lat.stride(), v_lat.stride(), H, C, F, S, s_lat,
+        **sizes, R_K=r_k, R_V=r_v, BLOCK_K=R_K, BLOCK_V=R_V, SPLIT=SPLIT, **options,
     )  # fmt: skip
     _expand[(B * Hq, triton.cdiv(D, EXPAND_D))](
         part_lat, part_full, lse, v_basis, out, v_basis_row, Hq, H, S, s_lat, D=D, R=r_v,
@@ -320,3 +373,16 @@ def launch(
         **tuned("_expand", num_warps=expand_warps(s_lat), num_stages=1),
     )  # fmt: skip
     return out
+
+
+@skipping_lowrank_attention.triton
+def launch_skipping(
+    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, k_full: Tensor,
+    v_full: Tensor, filled: Tensor, length: Tensor, scale: float, shortest: int = SHORTEST,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The Triton version of `skipping_lowrank_attention`."""
+    splits = triton.cdiv(k_lat.shape[2], SPLIT), triton.cdiv(k_full.shape[2], 2 * BLOCK)
+    read = stored.new_empty(*k_lat.shape[:2], sum(splits))
+    given = (q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
+    y = launch(*given, splits=splits, skips=(read, length.contiguous(), scale, shortest))
+    return y, read.sum(2)

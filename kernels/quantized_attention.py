@@ -29,7 +29,7 @@ from kernels.quantize import (
     quantize_channels,
 )
 from kernels.ring import ring_positions
-from kernels.skipping_attention import BLOCK, SPLIT, blocks_read
+from kernels.skipping_attention import BLOCK, SHORTEST, SPLIT, in_read_blocks, least_weight
 from kernels.splits import blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_codes, unpack_units, write_part
 from kernels.tuned import tuned
@@ -206,7 +206,7 @@ def _quantized_attention(
 )
 def skipping_quantized_attention(
     q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor,
-    bias: Tensor | None, scale: float, shortest: int,
+    bias: Tensor | None, scale: float, shortest: int = SHORTEST,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`quantized_attention` without the values of blocks that weigh next to nothing, and the number of tokens whose
     values were read [B, Hkv] int64. scale, shortest: as in `skipping_attention`. Whole tokens are always read, and
@@ -219,7 +219,7 @@ def skipping_quantized_attention(
 
 def values_read(
     q: Tensor, keys: Tensor, pos: Tensor, sinks: int, k_stop: Tensor, v_stop: Tensor, bias: Tensor | None,
-    scale: float, shortest: int,
+    scale: float, shortest: int = SHORTEST,
 ) -> Tensor:  # fmt: skip
     """Which tokens of keys [B, Hkv, n, D] `skipping_quantized_attention` reads values of -> bool [B, Hkv, n]."""
     t = torch.arange(keys.shape[2], device=q.device)
@@ -227,7 +227,7 @@ def values_read(
     logits = (logits if bias is None else logits + bias.view(logits.shape)) * q.shape[2] ** -0.5
     packed = (t >= sinks) & (t < k_stop[:, None])
     logits = torch.where(packed[:, None, None], logits, float("-inf"))
-    read = blocks_read(logits, pos + 1, scale, shortest).repeat_interleave(BLOCK, 2)[..., : len(t)] & packed[:, None]
+    read = in_read_blocks(logits, pos + 1, scale, shortest) & packed[:, None]
     always = ~packed | ((t // BLOCK + 1) * BLOCK > v_stop[:, None])
     return (read | always[:, None]) & (t <= pos[:, None])[:, None]
 
@@ -282,7 +282,7 @@ def _quantized_attention_kernel(
     step = tl.cdiv(tl.cdiv(packed_keys, S_PACKED), BLOCK_N) * BLOCK_N
     if read is not None:
         step = SPLIT
-        least = tl.log2(skip / tl.maximum(newest + 1, shortest).to(tl.float32))
+        least = least_weight(newest + 1, skip, shortest)
         n_read = 0
     lo = split * step
     hi = tl.minimum(packed_keys, lo + step)
@@ -378,7 +378,7 @@ def launch(
 @skipping_quantized_attention.triton
 def launch_skipping(
     q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor,
-    bias: Tensor | None, scale: float, shortest: int,
+    bias: Tensor | None, scale: float, shortest: int = SHORTEST,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The Triton version of `skipping_quantized_attention`."""
     splits = -(-v.data.shape[2] // SPLIT), triton.cdiv(k.full_precision.shape[2], 2 * BLOCK_N)

@@ -20,16 +20,18 @@ from kernels.tuned import tuned
 
 BLOCK = 32  # slots that are read or skipped together; N in kernels/native/rows.h
 SPLIT = 2048  # CHUNK in kernels/native/softmax.h
+SHORTEST = 2048  # shorter contexts have the threshold of this length by default (ours)
 
 
-def blocks_read(logits: Tensor, length: Tensor, scale: float, shortest: int) -> Tensor:
-    """Which blocks' values are read: logits fp32 [B, Hkv, g, T], -inf where there is no token, of contexts of length
-    [B] -> bool [B, Hkv, T / BLOCK], the last block perhaps not whole. See `skipping_attention`."""
+def in_read_blocks(logits: Tensor, length: Tensor, scale: float, shortest: int) -> Tensor:
+    """Which slots lie in blocks whose values are read: logits fp32 [B, Hkv, g, T], -inf where there is no token, of
+    contexts of length [B] -> bool [B, Hkv, T]. See `skipping_attention`."""
     B, H, g, T = logits.shape
     most = F.pad(logits, (0, -T % SPLIT), value=float("-inf")).unflatten(3, (-1, SPLIT // BLOCK, BLOCK)).amax(5)
     before = F.pad(most, (1, -1), value=float("-inf")).cummax(4).values  # of a split's earlier blocks
-    least = (scale / length.clamp(min=shortest).float()).log().view(B, 1, 1, 1, 1)  # -inf at 0
-    return (most - before >= least).any(2).flatten(2)[..., : -(-T // BLOCK)]
+    # -inf at 0; above 1, blocks would be left out that weigh more than those that are not
+    least = (scale / length.clamp(min=shortest).float()).log().clamp(max=0).view(B, 1, 1, 1, 1)
+    return (most - before >= least).any(2).flatten(2).repeat_interleave(BLOCK, 2)[..., :T]
 
 
 @operation(
@@ -41,19 +43,25 @@ def skipping_attention(
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, D], k and v [>= B, Hkv, T, D] (rotated), slots 0 to stop [B] -> [B, Hq, D], and the number of slots
     whose values were read [B, Hkv] int64. Other slots may hold anything. Products are scaled by 1/sqrt(D). A block is
-    skipped if its weights are below scale / max(stop, shortest) of the largest before it in its split."""
+    skipped if its weights are below scale / max(stop, shortest), at most 1, of the largest before it in its split."""
     B, Hq, D = q.shape
     H, T = k.shape[1:3]
     there = torch.arange(T, device=q.device) < stop[:, None]  # [B, T]
     logits = q.view(B, H, Hq // H, D).float() @ k[:B].float().mT * D**-0.5
     logits = torch.where(there[:, None, None], logits, float("-inf"))
-    read = blocks_read(logits, stop, scale, shortest).repeat_interleave(BLOCK, 2)[..., :T] & there[:, None]  # [B, H, T]
+    read = in_read_blocks(logits, stop, scale, shortest) & there[:, None]
     weights = logits.masked_fill(~read[:, :, None], float("-inf")).softmax(-1)
     y = weights.to(v.dtype) @ v[:B].masked_fill(~read[..., None], 0)
     return y.view(B, Hq, D), read.sum(2)
 
 
 # ---- Triton ----
+
+
+@triton.jit
+def least_weight(length, scale, shortest):
+    """The logarithm to base 2 of the threshold, at most 0; -inf at a scale of 0: nothing is skipped."""
+    return tl.minimum(tl.log2(scale / tl.maximum(length, shortest).to(tl.float32)), 0.0)
 
 
 @triton.jit
@@ -69,7 +77,7 @@ def _skipping_attention(
     p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
     b_q = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0).to(k.dtype.element_ty)
     length = tl.load(stop + pid_b).to(tl.int32)
-    least = tl.log2(scale / tl.maximum(length, shortest).to(tl.float32))  # -inf at 0: nothing is skipped
+    least = least_weight(length, scale, shortest)
     lo = split * SPLIT
     hi = tl.minimum(length, lo + SPLIT)
     k += pid_b * k_strides[0] + pid_h * k_strides[1]

@@ -39,6 +39,17 @@ def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int = 0, recent: 
     return (forced.sum(-1) + (before < p).sum(-1)).minimum(n)
 
 
+@operation(
+    cpp=lambda logits, pos: logits.dtype == torch.float32,
+    fake=lambda logits, pos: logits.new_empty(*logits.shape[:2], logits.shape[3]),
+)
+def group_weights(logits: Tensor, pos: Tensor) -> Tensor:
+    """Softmax of each query over slots 0 to pos [B] >= 0, averaged over its group, and 0 for later slots, whose logits
+    may be anything: logits fp32 [B, H, G, T] -> fp32 [B, H, T]."""
+    filled = torch.arange(logits.shape[3], device=pos.device) <= pos[:, None]
+    return torch.where(filled[:, None, None], logits, float("-inf")).softmax(-1).mean(2)
+
+
 # ---- Triton ----
 
 

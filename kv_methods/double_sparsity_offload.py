@@ -13,11 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, CacheShape, KVMethod, Storage, knob
+from cache.base import Attended, CacheShape, KVMethod, Storage, knob, rows
 from cache.budget import Selection, TopP
 from cache.labels import LabelCache
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
 from kernels.ring import ring_positions
+from kernels.rotate_append import append_token
 from kernels.select import budget_select
 from kv_methods.double_sparsity import DoubleSparsity
 from runtime.errors import InputError
@@ -118,9 +119,8 @@ class DoubleSparsityOffload(KVMethod):
             self.label.put_prompt(k)
 
     def append(self, k, v, pos):
-        row = torch.arange(len(pos), device=pos.device)
-        self.host_k[row, :, pos], self.host_v[row, :, pos] = k, v
-        self.ring_k[row, :, pos % self.recent], self.ring_v[row, :, pos % self.recent] = k, v
+        append_token(k, v, pos, self.host_k, self.host_v)
+        append_token(k, v, self.once_a_step(pos, "slot", lambda: pos % self.recent), self.ring_k, self.ring_v)
         if self.label is not None:
             self.label.put(k, pos)
 
@@ -132,13 +132,13 @@ class DoubleSparsityOffload(KVMethod):
         They are double_sparsity's choice of those that the ring does not hold. The token at `pos` may not be stored
         yet: it is not read.
         """
-        B, H, oldest = len(pos), self.shape.n_kv_head, pos - self.recent
-        slot = torch.arange(self.n_fetch, device=pos.device)
+        oldest = self.once_a_step(pos, "oldest", lambda: pos - self.recent)
+        nth = self.once_a_step(pos, "nth", lambda: torch.arange(self.n_fetch, device=pos.device))
         if self.label is None:
-            return torch.where(slot <= oldest[:, None], slot, -1)[:, None].expand(B, H, -1)
+            return torch.where(nth <= oldest[:, None], nth, -1)[:, None].expand(-1, self.shape.n_kv_head, -1)
         wanted = self.once_a_step(pos, "wanted", lambda: (self.selection.at(pos + 1) - self.recent).clamp(min=0))
         idx, count = budget_select(self.label.scores(q, oldest), oldest, wanted, self.n_fetch, self.args.sinks)
-        return torch.where(slot < count[..., None], idx, -1)
+        return torch.where(nth < count[..., None], idx, -1)
 
     def fetch(self, q, pos):
         half = self.fetched
@@ -153,7 +153,7 @@ class DoubleSparsityOffload(KVMethod):
             self.fetch(q, pos)
         half = self.fetched
         await_rows(half.idx, half.k, half.v)
-        idx = half.idx[: len(pos)]
+        idx = rows(half.idx, len(pos))
         return idx, (idx >= 0).sum(-1)
 
     def attend(self, q, idx, count, pos):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cache.base import CacheShape, Storage, knob
-from kernels.select import budget_select, with_run
+from kernels.select import budget_select
+from kernels.shared_sets import choosers_last, take_sets
 from kv_methods.double_sparsity import DoubleSparsity
 from runtime.errors import InputError
 
@@ -149,7 +150,8 @@ class HShare(DoubleSparsity):
         row = torch.arange(B, device=k.device)
         for back in reversed(range(Q)):
             pos = lengths - 1 - back
-            idx, count = self._critical(q[row, :, pos.clamp(min=0)], pos[:, None].expand(B, H))
+            last = (pos - self.args.recent).clamp(min=-1).repeat_interleave(H).view(B, H)
+            idx, count = self._critical(q[row, :, pos.clamp(min=0)], last, self._wanted(pos))
             chosen = torch.arange(idx.shape[2], device=k.device) < count[..., None]
             at = torch.where(chosen, idx, S).clamp(max=S)
             flags.append(torch.zeros(B, H, S + 1, dtype=torch.bool, device=k.device).scatter(2, at, True)[..., :S])
@@ -164,36 +166,26 @@ class HShare(DoubleSparsity):
         self.head_source[:B] = greedy(alike, n - chosen_of(n, self.args.head_ratio))[:, own.start : own.stop]
         self.sets.compare(self.layer, told, self.args.layer_ratio)
 
-    def _critical(self, q, pos):
-        """Sinks and the best tokens before the recent ones, pos [B, Hkv] by head; below 0, no token is read."""
-        (B, H), recent = pos.shape, self.args.recent
-        last = (pos - recent).clamp(min=-1)
-        wanted = (self.selection.at((pos + 1).flatten().clamp(min=0)) - recent).clamp(min=0)
+    def _wanted(self, pos):
+        """The number of tokens that each head chooses, with the newest at pos [B]: [B * Hkv]."""
+        wanted = (self.selection.at((pos + 1).clamp(min=0)) - self.args.recent).clamp(min=0)
+        return wanted.repeat_interleave(self.shape.n_kv_head)
+
+    def _critical(self, q, last, wanted):
+        """Sinks and the best tokens up to last [B, Hkv], by head; below 0, no token is read."""
         scores = self.label.scores_by_head(q, last)
-        idx, count = budget_select(scores, last.flatten(), wanted, self.n_critical, self.args.sinks)
-        return idx.view(B, H, -1), count.view(B, H)
+        idx, count = budget_select(scores, last.view(-1), wanted, self.n_critical, self.args.sinks)
+        return idx.view(*last.shape, -1), count.view(last.shape)
 
     def select(self, q, pos):
-        (B, recent), sets, layer = (len(pos), self.args.recent), self.sets, self.number
-        due, source = (pos + 1) % self.args.steps == 0, sets.source[layer, :B][0]
-        mine = self.shape.own_heads
-        own = torch.arange(mine.start, mine.stop, device=pos.device) == self.head_source[:B]
-        chooses = (due & (source == layer))[:, None] & own  # [B, Hkv]
-        idx, count = self._critical(q, torch.where(chooses, pos[:, None], -1))
-        # the sets of this layer's heads, or of the layer that it follows; between two choices, the set there is
-        heads, row = self.head_source[:B], torch.arange(B, device=pos.device)
-        idx = self.of_all_heads(idx).gather(1, heads[..., None].expand_as(idx))
-        count = self.of_all_heads(count).gather(1, heads)
-        follows, old = (source != layer)[:, None], (sets.idx[layer, :B][0], sets.count[layer, :B][0])
-        count = torch.where(follows, sets.count[source, row], count)
-        idx = torch.where(follows[..., None], sets.idx[source, row], idx)
-        count = torch.where(due[:, None], count, old[1])
-        idx = torch.where(due[:, None, None], idx, old[0])
-        first = torch.where(due, (pos + 1 - recent).clamp(min=0), self.newer[:B])
-        sets.idx[layer, :B], sets.count[layer, :B], self.newer[:B] = idx[None], count[None], first
-        # tokens that left the recent window since are still attended to (published code)
-        run = with_run(idx, count, first, self.shape.max_seq_len - 1, self.k_static)
-        return run, count + (pos - first + 1)[:, None]
+        a, sets, shared = self.args, self.sets, (self.head_source, self.sets.source, self.number)
+        last = choosers_last(pos, *shared, self.shape.own_heads.start, a.steps, a.recent)
+        wanted = self.once_a_step(pos, f"wanted by {self.shape.n_kv_head} heads", lambda: self._wanted(pos))
+        idx, count = map(self.of_all_heads, self._critical(q, last, wanted))
+        slots = self.shape.max_seq_len
+        return take_sets(
+            idx, count, pos, *shared, sets.idx, sets.count, self.newer, a.steps, a.recent, slots - 1, self.k_static
+        )
 
     # ---- accounting ----
 

@@ -10,17 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from cache.base import knob
+from cache.base import knob, rows
 from cache.evicting import Evicting
-
-
-def distinct(k: Tensor, there: Tensor) -> Tensor:
-    """Minus the cosine of each key with the anchor: k [B, H, N, D], of which `there` [B, N] count -> fp32 [B, H, N]."""
-    directions = F.normalize(k.float().masked_fill(~there[:, None, :, None], 0), dim=-1)
-    return -(directions @ F.normalize(directions.sum(2), dim=-1)[..., None])[..., 0]
+from kernels.distinct_keys import distinct_keys
 
 
 class KeyDiff(Evicting):
@@ -37,12 +30,11 @@ class KeyDiff(Evicting):
         recent: int = knob(0, "newest tokens never evicted (KeyDiff: none; its sliding-window variant: some)", low=0)
 
     def prompt_scores(self, q, k, v, mass, lengths):
-        return distinct(k, torch.arange(k.shape[2], device=k.device) < lengths[:, None])
+        return distinct_keys(k, lengths)
 
     def append(self, k, v, pos):
         """Evict the lowest score among the tokens held, scored anew against their current anchor."""
-        B, slot = len(k), torch.arange(self.k.shape[2], device=k.device)
-        self.score[:B] = distinct(self.k[:B], slot < self.filled[:B, None])
+        rows(self.score, len(k)).copy_(distinct_keys(self.k, rows(self.filled, len(k))))
         super().append(k, v, pos)
 
     def traffic(self, pos):

@@ -19,9 +19,10 @@ from torch import Tensor
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob, rows
 from cache.budget import budget_cap, budget_tokens, min_tokens
 from cache.full_precision import Exempt
+from cache.quantized import skip
 from cache.statistic import Statistic, principal
 from kernels.gather_attention import gather_rows
-from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct
+from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct, skipping_lowrank_attention, values_read
 from kernels.oja import change_basis, oja_step, orthonormalize
 from kernels.prompt_scores import best_in_order, best_tokens, snapkv_scores
 from runtime.errors import InputError
@@ -191,12 +192,13 @@ class OjaKV(KVMethod):
         stale: Literal["rotate", "keep"] = knob(
             "rotate", "latents of an older basis: converted to the new one (ours), or kept as they are (paper)"
         )
-        latent: bool = knob(True, "attend in the latent space (Sec. 3.2); False: reconstruct (Sec. 3.3)")
+        latent: bool = knob(True, "attend in the latent space (Sec. 3.2, and with skip); False: reconstruct (Sec. 3.3)")
         keep: int | float | None = knob(
             None, "prompt tokens stored per KV head, or their share: exempt ones and SnapKV's choice (Sec. 7)"
         )
         decode_slots: int = knob(512, "slots for decoded tokens with keep, if max_new_tokens is not known (ours)", 0)
         min_tokens: int = min_tokens()
+        skip: float = skip()
 
         def __post_init__(self):
             for name in ("rank", "energy", "important"):
@@ -207,6 +209,8 @@ class OjaKV(KVMethod):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
+        if args.skip:
+            self.note_reads()
         T = shape.max_seq_len
         self.exempt = Exempt(shape, args.n_start, args.n_recent, min(args.update_every, T))
         # Sec. 7: m counts the exempt tokens, as SnapKV's capacity counts its window (Table 6: half at 0.6 are 30 %)
@@ -269,10 +273,15 @@ class OjaKV(KVMethod):
 
     def attend(self, q, idx, count, pos):
         B, keys, values, exempt = len(pos), self.keys, self.values, self.exempt
-        return lowrank_attention(
-            q, keys.stored(B), values.stored(B), keys.basis(B), values.basis(B), rows(self.stored, B),
-            rows(exempt.k, B), rows(exempt.v, B), self.once_a_step(pos, "filled", lambda: exempt.filled(pos)),
-            self.args.latent)  # fmt: skip
+        given = (q, keys.stored(B), values.stored(B), keys.basis(B), values.basis(B), rows(self.stored, B),
+                 rows(exempt.k, B), rows(exempt.v, B),
+                 self.once_a_step(pos, "filled", lambda: exempt.filled(pos)))  # fmt: skip
+        if not self.args.skip:
+            return lowrank_attention(*given, self.args.latent)
+        end = self.once_a_step(pos, "end", lambda: pos + 1)
+        y, n_read = skipping_lowrank_attention(*given, end, self.args.skip)
+        self.note_read(n_read, pos, keys=True)
+        return y
 
     def attended(self, q, idx, count, pos):
         """With `keep`, the positions of the stored prompt tokens are not recorded: -1."""
@@ -280,7 +289,12 @@ class OjaKV(KVMethod):
         of_prompt = slot + self.args.n_start if self.args.keep is None else torch.full_like(slot, -1)
         first = stored - self.exempt.moved  # the last latents in use are the decoded ones
         at = torch.where(slot < first, of_prompt, self.exempt.prompt_len[:B, None] + slot - first)
-        latents = torch.where(slot < stored, at, -2), self.keys.restored(B), self.values.restored(B)
+        at = torch.where(slot < stored, at, -2)
+        if self.args.skip:
+            basis, stored = self.keys.basis(B), rows(self.stored, B)
+            read = values_read(q, self.keys.stored(B), basis, stored, pos + 1, self.args.skip)
+            at = at[:, None].where(read, -2)
+        latents = at, self.keys.restored(B), self.values.restored(B)
         return Attended.of(q, latents, (self.exempt.position(pos), self.exempt.k, self.exempt.v))
 
     # ---- between steps: Algorithm 1, lines 12-18 ----
@@ -303,6 +317,7 @@ class OjaKV(KVMethod):
         self.stored[:B] += n
 
     def reset(self):
+        super().reset()
         self._longest, self._rows = 0, self.shape.max_batch
         self.stored.zero_()
         for part in (self.exempt, self.keys, self.values):
@@ -314,7 +329,7 @@ class OjaKV(KVMethod):
         """All tokens up to pos counted as prompt: decoded ones in the buffer add 2 D elements each. Latents are read
         once more where the bases turn, in one of `update_every` steps."""
         B, H, _, D = self.shape.kv
-        latents = self.middle.of(pos + 1) * (self.keys.rank + self.values.rank)
+        latents = self.middle.of(self.tokens_read(pos) or pos + 1) * (self.keys.rank + self.values.rank)
         if self.args.adapt and self.args.stale == "rotate":
             latents += latents // self.args.update_every
         read = B * H * (latents + min(pos + 1, self.exempt.lead) * 2 * D) * self.shape.dtype.itemsize

@@ -18,7 +18,7 @@ import torch
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.packed import PackedVectors
 from cache.statistic import Statistic, principal, principal_of_heads
-from kernels.group_attention import coordinates, group_attention, rebuild
+from kernels.group_attention import coordinates, group_append, group_attention, project, rebuild
 from kernels.hadamard import hadamard_matrix
 from runtime.errors import InputError
 
@@ -81,11 +81,14 @@ class Coordinates(Storage):
         self.packed = PackedVectors(shape, (shape.max_batch, N, shape.max_seq_len), rank, bits, group=rank)
         self.fixed_bytes = N * width * ((1 + two) * rank * shape.dtype.itemsize + 4)
 
-    def put(self, x, slots):
-        """Store tokens [B, Hkv, n, D], not rotated, in `slots`, an index of [B, N, T]."""
-        N, width, _ = self.basis.shape
-        x = x.unflatten(1, (N, -1)).transpose(2, 3).flatten(3)  # [B, N, n, s * D]
-        self.packed.put(slots, ((x.float() - self.bias[:, None]) @ self.down.float()).to(x.dtype))
+    def put(self, x, start: int):
+        """Store tokens of prompts [B, Hkv, n, D], not rotated, from slot `start` on."""
+        slots = (slice(len(x)), slice(None), slice(start, start + x.shape[2]))
+        self.packed.put(slots, project(x, self.down, self.bias))
+
+    def append(self, x, pos):
+        """Store one token per row, [B, Hkv, D], not rotated."""
+        group_append(x, pos, self.down, self.bias, self.packed.data, self.packed.params, self.packed.bits)
 
     def restored(self, B: int, n: int):
         """The first n tokens, rebuilt: fp32 [B, Hkv, n, D]."""
@@ -143,7 +146,7 @@ class Palu(KVMethod):
 
     def prefill(self, q, k, v, lengths, start=None):
         start = start or 0
-        self._put(k, v, start)
+        self.keys.put(k, start), self.values.put(v, start)
         k, v = (x.restored(len(q), start + q.shape[2]).to(q.dtype) for x in (self.keys, self.values))
         return self.attend_prompt(self.rope.rotate_prompt(q, start), self.rope.rotate_prompt(k), v, lengths)
 
@@ -151,19 +154,12 @@ class Palu(KVMethod):
         """Nothing to prepare: every chunk is stored when it comes."""
 
     def compress(self, q, k, v, lengths):
-        self._put(k, v, 0)
-
-    def _put(self, k, v, start):
-        slots = (slice(len(k)), slice(None), slice(start, start + k.shape[2]))
-        self.keys.put(k, slots), self.values.put(v, slots)
+        self.keys.put(k, 0), self.values.put(v, 0)
 
     # ---- one token per row ----
 
     def append(self, k, v, pos):
-        row = torch.arange(len(pos), device=pos.device)[:, None, None]
-        group = torch.arange(len(self.keys.basis), device=pos.device)[:, None]
-        slots = (row, group, pos[:, None, None])
-        self.keys.put(k[:, :, None], slots), self.values.put(v[:, :, None], slots)
+        self.keys.append(k, pos), self.values.append(v, pos)
 
     def attend(self, q, idx, count, pos):
         k, v = self.keys, self.values

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cache.base import knob
 from cache.budget import budget_cap, budget_tokens, check_budget, check_part, part_of
-from kernels.channel_score import channel_score
+from kernels.channel_score import channel_score, largest_channels
 from kernels.gather_attention import gather_rows
-from kernels.page_score import page_bounds
-from kernels.select import budget_select, with_run
+from kernels.page_score import join_page, page_bounds, page_select
+from kernels.top_p import group_weights
 from kv_methods.snapkv import SnapKV
 from runtime.errors import InputError
 
@@ -108,36 +108,27 @@ class Rocket(SnapKV):
 
     def append(self, k, v, pos):
         super().append(k, v, pos)
-        row, slot, D = torch.arange(len(pos), device=pos.device), self.filled[: len(pos)] - 1, k.shape[2]
-        page, old = slot // self.args.page, self.bounds[row, :, :, slot // self.args.page]
-        wider = torch.cat((old[..., :D].minimum(k), old[..., D:].maximum(k)), 2)
-        first = (slot % self.args.page == 0)[:, None, None]
-        self.bounds[row, :, :, page] = torch.where(first, torch.cat((k, k), 2), wider)
+        low, high = self.bounds.mT.chunk(2, 3)
+        join_page(low, high, k, self.newest(pos), self.args.page)
+
+    def newest(self, pos):
+        return self.once_a_step(pos, "newest", lambda: self.filled[: len(pos)] - 1)
 
     # ---- hybrid selection ----
 
     def scores(self, q, last):
-        """Estimated weight of a token of each page by the largest channels, summed over the group: fp32 [B, Hkv, P]."""
-        groups, D = q.unflatten(1, (self.shape.n_kv_head, -1)), q.shape[2]
-        size = groups.float().abs()
-        channels = size.sum(2).topk(self.r, -1).indices  # [B, Hkv, r]
-        at = channels[:, :, None].expand(-1, -1, groups.shape[2], -1)
-        few = groups.gather(3, at)
-        bound = channels + D * (few.float().sum(2) > 0)
-        covered = size.gather(3, at).sum(-1) / size.sum(-1).clamp(min=1e-30)
-        logits = channel_score(few, bound, self.bounds, last) / (covered * D).clamp(min=1e-30).sqrt()[..., None]
-        there = torch.arange(logits.shape[3], device=q.device) <= last[:, None, None, None]
-        logits = torch.where(there, logits, float("-inf"))
-        return (logits - logits.logsumexp(-1, keepdim=True)).exp().sum(2)
+        """Estimated weight of a token of each page by the largest channels, over the group: fp32 [B, Hkv, P]."""
+        few, bound = largest_channels(q, self.shape.n_kv_head, self.r, bounds=True)
+        return group_weights(channel_score(few, bound, self.bounds, last), last)
 
     def select(self, q, pos):
         """The best full pages of slots, followed by the newest one as far as it is filled."""
-        page, filled = self.args.page, self.filled[: len(pos)]
-        last, wanted = (filled - 1) // page, self.pages_of(self.share(budget_tokens, pos + 1).minimum(filled))
-        idx, count = budget_select(self.scores(q, last), last - 1, wanted - 1, max(1, self.most - 1))
-        tokens = (idx[..., None] * page + torch.arange(page, device=pos.device)).flatten(2)
-        idx = with_run(tokens, count * page, last * page, self.k.shape[2] - 1, max(2, self.most) * page)
-        return idx, count * page + (filled - last * page)[:, None]
+        page, newest = self.args.page, self.newest(pos)
+        last = self.once_a_step(pos, "last", lambda: newest // page)
+        wanted = self.once_a_step(
+            pos, "wanted", lambda: self.pages_of(self.share(budget_tokens, pos + 1).minimum(newest + 1))
+        )
+        return page_select(self.scores(q, last), newest, wanted, page, max(2, self.most) * page, self.k.shape[2] - 1)
 
     def traffic(self, pos):
         """After the prompt of up to pos + 1 tokens of which most is kept: r channels of one bound of every page, and K

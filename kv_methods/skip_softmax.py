@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cache.base import knob
-from kernels.skipping_attention import BLOCK, blocks_read, skipping_attention
+from kernels.skipping_attention import SHORTEST, in_read_blocks, skipping_attention
 from kv_methods.full import Full
 
 
@@ -25,7 +25,7 @@ class SkipSoftmax(Full):
     @dataclass
     class Args:
         scale: float = knob(8.0, "threshold of a block's weight, times the length (ours)", 0)
-        shortest: int = knob(2048, "shorter contexts have the threshold of this length (ours; BLASST: 1)", 1)
+        shortest: int = knob(SHORTEST, "shorter contexts have the threshold of this length (ours; BLASST: 1)", 1)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -36,7 +36,7 @@ class SkipSoftmax(Full):
             return super().attend(q, idx, count, pos)
         end = self.once_a_step(pos, "end", lambda: pos + 1)
         y, values = skipping_attention(q, self.k, self.v, end, self.args.scale, self.args.shortest)
-        self.note_read((values + end[:, None] + 1) // 2, pos)  # a token is read if its key and its value are
+        self.note_read(values, pos, keys=True)
         return y
 
     def attended(self, q, idx, count, pos):
@@ -46,8 +46,8 @@ class SkipSoftmax(Full):
         there = (every.position != -2)[:, :, None]
         logits = every.q.float().unflatten(1, (every.k.shape[1], -1)) @ every.k.float().mT * every.k.shape[3] ** -0.5
         logits = torch.where(there, logits, float("-inf"))
-        read = blocks_read(logits, pos + 1, self.args.scale, self.args.shortest)
-        every.position = every.position.where(read.repeat_interleave(BLOCK, 2)[..., : logits.shape[3]], -2)
+        read = in_read_blocks(logits, pos + 1, self.args.scale, self.args.shortest)
+        every.position = every.position.where(read, -2)
         return every
 
     def card_nbytes(self):

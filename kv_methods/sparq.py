@@ -16,8 +16,10 @@ from torch import Tensor
 from cache.base import Attended, knob
 from cache.budget import TopP, check_part, part_of
 from cache.selecting import Selecting
-from kernels.channel_score import channel_score
+from kernels.channel_score import append_channels, channel_score, largest_channels
 from kernels.latent_score import head_scores
+from kernels.mean_value import attended_share, join_mean, with_mean
+from kernels.top_p import group_weights
 from runtime.errors import InputError
 
 PRESETS = {
@@ -72,10 +74,9 @@ class SparQ(Selecting):
     def append(self, k, v, pos):
         super().append(k, v, pos)
         if self.args.copies == 2:
-            self.kt[torch.arange(len(pos), device=pos.device), :, :, pos] = k
-        if self.args.mean_value:  # of all tokens up to this one
-            mean = torch.where(pos[:, None, None] > 0, self.v_mean[: len(pos)], 0)
-            self.v_mean[: len(pos)] = mean + (v.float() - mean) / (pos + 1)[:, None, None]
+            append_channels(self.kt, k, pos)
+        if self.args.mean_value:
+            join_mean(v, self.v_mean, pos)
 
     def rewind(self, pos, end):
         if self.args.mean_value:  # the mean of those that stay
@@ -86,48 +87,37 @@ class SparQ(Selecting):
             self.v_mean[:B] = total / pos.clamp(min=1)[:, None, None]
 
     def logits(self, q, pos):
-        """Step 1: the r channels that are largest in the group's sum of |q|, and the temperature."""
-        groups = q.unflatten(1, (self.shape.n_kv_head, -1))  # [B, Hkv, g, D]
-        size = groups.float().abs()
-        channels = size.sum(2).topk(self.r, -1).indices  # [B, Hkv, r]
-        at = channels[:, :, None].expand(-1, -1, groups.shape[2], -1)
-        covered = size.gather(3, at).sum(-1) / size.sum(-1).clamp(min=1e-30)
-        if self.args.copies == 2:
-            products = channel_score(groups.gather(3, at), channels, self.kt, pos)
-        else:  # a token's other channels share its cache lines, so whole keys are read
-            products = head_scores(torch.zeros_like(groups).scatter(3, at, groups.gather(3, at)), self.k, pos)
-        return (products / (covered * q.shape[2]).clamp(min=1e-30).sqrt()[..., None]).flatten(1, 2)
+        return self._logits(q, pos).flatten(1, 2)
 
     def scores(self, q, pos):
-        return self._summed(self.logits(q, pos))
+        return self._logits(q, pos).sum(2)
 
-    def _summed(self, logits):
-        return logits.unflatten(1, (self.shape.n_kv_head, -1)).sum(2)
+    def _logits(self, q, pos):
+        """Step 1: the r channels that are largest in the group's sum of |q|, and the temperature: [B, Hkv, g, T]."""
+        few, channels = largest_channels(q, self.shape.n_kv_head, self.r)
+        if self.args.copies == 2:
+            return channel_score(few, channels, self.kt, pos)
+        # a token's other channels share its cache lines, so whole keys are read, by queries of their dtype
+        groups, at = q.unflatten(1, (self.shape.n_kv_head, -1)), channels[:, :, None].expand(few.shape)
+        whole = torch.zeros_like(groups).scatter(3, at, groups.gather(3, at))
+        covered = whole.float().abs().sum(-1) / groups.float().abs().sum(-1).clamp(min=1e-30)
+        return head_scores(whole, self.k, pos) / (covered * q.shape[2]).clamp(min=1e-30).sqrt()[..., None]
 
     def select(self, q, pos):
         """Step 2: the best k tokens by the group's sum (published code), and alpha, their share of the attention."""
-        logits, B = self.logits(q, pos), len(q)
+        logits = self._logits(q, pos)
         if self.p is None:
-            idx, count = self.pick(self._summed(logits), pos)
+            idx, count = self.pick(logits.sum(2), pos)
         else:
-            idx, count = self.pick_mass(self.weights(logits, pos), pos)
+            idx, count = self.pick_mass(group_weights(logits, pos), pos)
         if self.args.mean_value:
-            filled = torch.arange(logits.shape[2], device=pos.device) <= pos[:, None]
-            total = torch.where(filled[:, None], logits, float("-inf")).logsumexp(-1)
-            chosen = torch.arange(idx.shape[2], device=pos.device) < count[..., None]
-            each = idx.repeat_interleave(q.shape[1] // idx.shape[1], 1)
-            taken = logits.gather(2, each).unflatten(1, (idx.shape[1], -1))
-            taken = torch.where(chosen[:, :, None], taken, float("-inf")).logsumexp(-1).flatten(1, 2)
-            self.share[:B] = (taken - total).exp().clamp(max=1)
+            attended_share(logits, idx, count, pos, self.share)
         return idx, count
 
     def attend(self, q, idx, count, pos):
         """Step 3."""
         y = super().attend(q, idx, count, pos)
-        if not self.args.mean_value:
-            return y
-        share, mean = self.share[: len(q), :, None], self.v_mean[: len(q)]
-        return (share * y + (1 - share) * mean.repeat_interleave(q.shape[1] // mean.shape[1], 1)).to(q.dtype)
+        return with_mean(y, self.share, self.v_mean) if self.args.mean_value else y
 
     def attended(self, q, idx, count, pos):
         """The mean value is one place that stands for many tokens, with a weight of its own for each query head."""

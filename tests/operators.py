@@ -174,16 +174,42 @@ def decode_attention(d: Draw) -> Problem:
     return (q, k, v, None if not start.any() and d.pick(True, False) else start, stop), [want]
 
 
+def ragged_heads(d: Draw) -> Any:
+    """Sizes; the slots of each row shared out to its heads, `first` and `filled`; where each head begins and ends."""
+    s = d.sizes(lengths=SHORT[3:])
+    free = [d.pick(0, d.some(0, s.T - 1)) for _ in range(s.B + 1)]
+    cuts = [sorted(d.random.sample(range(1, s.H * (s.T - n)), s.H - 1)) for n in free]
+    first = [[0, *(c + (h + 1) * n for h, c in enumerate(row)), s.H * s.T] for n, row in zip(free, cuts, strict=True)]
+    ends = [[(lo, hi - n) for lo, hi in zip(row, row[1:], strict=False)] for n, row in zip(free, first, strict=True)]
+    return s, torch.tensor(first), torch.tensor([s.T - n for n in free]), ends
+
+
 @problem
 def ragged_attention(d: Draw) -> Problem:
-    """All rows and heads have their slots in one list."""
-    s = d.sizes(lengths=SHORT[3:])
-    ends = [(lo, hi) for lo, hi in spans(d, s, s.B * s.H) for lo, hi in [(lo, hi) if lo < hi else (0, s.T)]]
-    filled = inside(ends, s.T).any(0)
-    k, v = (d.normal(s.T, s.D).masked_fill(~filled[:, None], NAN) for _ in "kv")
+    s, first, filled, ends = ragged_heads(d)
+    there = torch.stack([inside(row, s.H * s.T).any(0) for row in ends]).view(-1, s.H, s.T, 1)
+    k, v = (d.normal(s.B + 1, s.H, s.T, s.D).masked_fill(~there, NAN) for _ in "kv")
     q = d.normal(s.B, s.H * s.g, s.D)
-    want = heads(q, s.H, lambda b, h, x: attend(x, *(y[slice(*ends[b * s.H + h])] for y in (k, v))))
-    return (q, k, v, *(x.view(s.B, s.H) for x in torch.tensor(ends).unbind(1))), [want]
+    want = heads(q, s.H, lambda b, h, x: attend(x, *(y[b].flatten(0, 1)[slice(*ends[b][h])] for y in (k, v))))
+    return (q, k, v, first, filled), [want]
+
+
+@problem
+def ragged_append(d: Draw) -> Problem:
+    s, first, filled, ends = ragged_heads(d)
+    given = [
+        d.normal(s.B + 1, s.H, s.T, s.D),
+        d.normal(s.B + 1, s.H, s.T, s.D),
+        d.integers(0, 99, s.B + 1, s.H, s.T).int(),
+    ]
+    k, v, pos = d.view(d.normal(s.B, s.H, s.D)), d.normal(s.B, s.H, s.D), d.integers(0, 99, s.B)
+    after = [x.clone() for x in (*given, filled)]
+    for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
+        slot = min(ends[b][h][1], s.H * s.T - 1)
+        for x, new in zip(after, (k[b, h], v[b, h], pos[b]), strict=False):
+            x[b].flatten(0, 1)[slot] = new
+        after[3][b] += h == 0
+    return (k, v, pos, *given, first, filled), [Same(x) for x in after]
 
 
 @problem
@@ -266,6 +292,26 @@ def observed_attention(d: Draw) -> Problem:
     return (q, k, v, torch.tensor(stop)), [want, Near(weights)]
 
 
+def that_weigh(d: Draw, s: Any, logits: Tensor, stop: list[int], length: list[int], apart: float = 1e-3) -> Any:
+    """By row and KV head the slots below stop that count, of logits [B, H, g, T]; a scale that no block is near; and
+    the shortest length."""
+    shortest = d.pick(1, 100)
+    for scale in (d.pick(0.0, 1.0, 20.0, 300.0) * (1 + i / 10) for i in range(20)):
+        slots, nearest = {}, float("inf")
+        for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
+            least = math.log(min(1, scale / max(length[b], shortest))) if scale else -float("inf")
+            slots[b, h] = list[int]()
+            for first in range(0, stop[b], 32):
+                block = logits[b, h, :, first : min(stop[b], first + 32)].amax(-1)
+                before = logits[b, h, :, first // 2048 * 2048 : first]
+                over = block - before.amax(-1) - least if before.shape[1] else torch.full((s.g,), float("inf"))
+                nearest = min(nearest, over.abs().min().item())
+                slots[b, h] += range(first, min(stop[b], first + 32)) if (over >= 0).any() else ()
+        if nearest > apart:
+            break
+    return slots, scale, shortest
+
+
 @problem
 def skipping_attention(d: Draw) -> Problem:
     """Blocks of 32 slots whose largest logit is far below that of the blocks before, of those among 2,048, do not
@@ -278,20 +324,7 @@ def skipping_attention(d: Draw) -> Problem:
     ].to(d.dtype)
     q = d.view(d.normal(s.B, s.H * s.g, s.D) * s.size)
     logits = torch.einsum("bhgd,bhnd->bhgn", q.double().view(s.B, s.H, s.g, s.D), k[: s.B].double()) * s.D**-0.5
-    shortest = d.pick(1, 100)
-    for scale in (d.pick(0.0, 1.0, 20.0, 300.0) * (1 + i / 10) for i in range(20)):
-        slots, apart = {}, float("inf")
-        for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
-            least = math.log(scale / max(stop[b], shortest)) if scale else -float("inf")
-            slots[b, h] = list[int]()
-            for first in range(0, stop[b], 32):
-                block = logits[b, h, :, first : min(stop[b], first + 32)].amax(-1)
-                before = logits[b, h, :, first // 2048 * 2048 : first]
-                over = block - before.amax(-1) - least if before.shape[1] else torch.full((s.g,), float("inf"))
-                apart = min(apart, over.abs().min().item())
-                slots[b, h] += range(first, min(stop[b], first + 32)) if (over >= 0).any() else ()
-        if apart > 1e-3:
-            break
+    slots, scale, shortest = that_weigh(d, s, logits, stop, stop)
     want = heads(q, s.H, lambda b, h, x: attend(x, k[b, h, slots[b, h]], v[b, h, slots[b, h]]))
     count = torch.tensor([[len(slots[b, h]) for h in range(s.H)] for b in range(s.B)])
     return (q, k, v, torch.tensor(stop), scale, shortest), [want, Same(count)]
@@ -301,12 +334,17 @@ def skipping_attention(d: Draw) -> Problem:
 
 
 def packed_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] -> bytes, the first code of a byte in its lowest bits."""
+    """Codes [..., n] -> bytes, the first code of a byte in its lowest bits; 3 bits as the low 2, then the third."""
+    if bits == 3:
+        return torch.cat((packed_bytes(codes & 3, 2), packed_bytes(codes >> 2, 1)), -1)
     each = codes.unflatten(-1, (-1, 8 // bits)) << bits * torch.arange(8 // bits)
     return each.sum(-1).to(torch.uint8)
 
 
 def codes_of(packed: Tensor, bits: int) -> Tensor:
+    if bits == 3:
+        n = packed.shape[-1] // 3 * 2
+        return codes_of(packed[..., :n], 2) | codes_of(packed[..., n:], 1) << 2
     return (packed.int()[..., None] >> bits * torch.arange(8 // bits) & 2**bits - 1).flatten(-2)
 
 
@@ -443,9 +481,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-@problem
-def lowrank_attention(d: Draw) -> Problem:
-    """Latents in bases of a row or of all, beside full-rank tokens; coordinate by coordinate, or side by side."""
+def lowrank_cache(d: Draw) -> Any:
+    """Latents in bases of a row or of all, beside full-rank tokens; coordinate by coordinate, or side by side: sizes,
+    an operation's arguments, and keys and values of a row and head in float64."""
     s = d.sizes((32, 64, 96, 128))
     s.spare = 1
     ranks, F, rows = [d.some(1, s.D) for _ in "kv"], d.pick(1, 5, 40, 70), d.pick(1, s.B)
@@ -462,13 +500,34 @@ def lowrank_attention(d: Draw) -> Problem:
     full = [d.normal(s.B + 1, s.H, F, s.D)[: s.B].masked_fill(~filled[:, None, :, None], NAN) for _ in "kv"]
     q = d.normal(s.B, s.H * s.g, s.D)
 
-    def one(b: int, h: int, x: Tensor) -> Tensor:
+    def both(b: int, h: int, slots: Any = slice(None)) -> list[Tensor]:
         row = b if rows > 1 else 0
-        both = (torch.cat((lat[i][b, h, : stored[b]].double() @ bases[i][row, h].double().T,
-                           full[i][b, h][filled[b]].double())) for i in (0, 1))  # fmt: skip
-        return attend(x, *both)
+        return [torch.cat(((lat[i][b, h, : stored[b]].double() @ bases[i][row, h].double().T)[slots],
+                           full[i][b, h][filled[b]].double())) for i in (0, 1)]  # fmt: skip
 
-    return (q, *lat, *bases, stored, *full, filled), [heads(q, s.H, one)]
+    return s, (q, *lat, *bases, stored, *full, filled), both
+
+
+@problem
+def lowrank_attention(d: Draw) -> Problem:
+    s, given, both = lowrank_cache(d)
+    return given, [heads(given[0], s.H, lambda b, h, x: attend(x, *both(b, h)))]
+
+
+@problem
+def skipping_lowrank_attention(d: Draw) -> Problem:
+    """Of the latents, blocks as in `skipping_attention`."""
+    s, given, both = lowrank_cache(d)
+    q, stored, filled = given[0], given[5].tolist(), given[8]
+    length = [n + int(x.sum()) for n, x in zip(stored, filled, strict=True)]
+    logits = torch.full((s.B, s.H, s.g, s.T), -float("inf"), dtype=torch.float64)
+    for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
+        keys = both(b, h)[0][: stored[b]]
+        logits[b, h, :, : stored[b]] = q[b].double().view(s.H, s.g, s.D)[h] @ keys.T * s.D**-0.5
+    slots, scale, shortest = that_weigh(d, s, logits, stored, length, 1e-3 if d.dtype == torch.float32 else 0.05)
+    want = heads(q, s.H, lambda b, h, x: attend(x, *both(b, h, slots[b, h])))
+    count = torch.tensor([[len(slots[b, h]) + int(filled[b].sum()) for h in range(s.H)] for b in range(s.B)])
+    return (*given, torch.tensor(length), scale, shortest), [want, Same(count)]
 
 
 def latent_tokens(d: Draw, rows: int, slots: int, rank: int, width: int, bits: int) -> Any:
@@ -634,6 +693,45 @@ def channel_score(d: Draw) -> Problem:
     return (q, channels, keys, pos), [Scores(want, size, pos)]
 
 
+class Largest:
+    """The queries in the largest channels, and these: of equal ones any."""
+
+    def __init__(self, q: Tensor, r: int, bounds: bool):
+        self.q, self.r, self.bounds = q.double(), r, bounds  # [B, H, G, D]
+
+    def check(self, got: list[Tensor], version: str) -> None:
+        few, channels = got
+        (B, H, _, D), size = self.q.shape, self.q.abs().sum(2)
+        assert few.dtype == torch.float32 and channels.dtype == torch.int64
+        for b in range(B):
+            for h in range(H):
+                at, x = channels[b, h] % D, self.q[b, h]
+                assert len(set(at.tolist())) == self.r == len(at)
+                assert torch.allclose(size[b, h, at].sort().values, size[b, h].sort().values[-self.r :], rtol=1e-5)
+                high = x[:, at].sum(0) > 0 if self.bounds else torch.zeros(self.r)
+                near = x[:, at].sum(0).abs() < 1e-6  # its sign is that of a rounding error
+                assert (near | (channels[b, h] // D == high)).all()
+                covered = x[:, at].abs().sum(1) / x.abs().sum(1)
+                Near(x[:, at] / (covered * D).sqrt()[:, None]).check([few[b, h]], version)
+
+
+@problem
+def largest_channels(d: Draw) -> Problem:
+    s, bounds = d.sizes((2, 6, 16, 64, 80, 128)), d.pick(True, False)
+    r, q = d.some(1, s.D), d.normal(s.B, (s.g + 1) * s.H, s.D)[:, : s.g * s.H] * s.size
+    return (q, s.H, r, bounds), [Largest(q.unflatten(1, (s.H, s.g)), r, bounds), None]
+
+
+@problem
+def append_channels(d: Draw) -> Problem:
+    s = d.sizes((2, 6, 64, 80), (1, 9, 40))
+    keys, k = d.view(d.normal(s.B + s.spare, s.H, s.D, s.T)), d.normal(s.B, 2 * s.H, s.D)[:, s.H :]
+    pos, want = d.integers(0, s.T, s.B), keys.clone()
+    for b, at in enumerate(pos.tolist()):
+        want[b, :, :, at] = k[b]
+    return (keys, k, pos), [Same(want)]
+
+
 @problem
 def label_score(d: Draw) -> Problem:
     s, bits = d.sizes(), d.pick(2, 4)
@@ -784,6 +882,52 @@ class Pages:
                 assert all(first % self.page == 0 for first in each[:: self.page])
 
 
+def sharing(d: Draw) -> Any:
+    """Sizes, and who takes whose set: an earlier layer's, an earlier head's, or its own."""
+    s, L = d.sizes(lengths=(9, 40)), d.some(1, 3)
+    s.layer, s.steps, s.recent, s.first = d.some(0, L - 1), d.some(1, 3), d.some(1, 8), d.pick(0, 2)
+    s.pos, s.source = d.integers(0, s.T, s.B), d.integers(0, s.layer + 1, L, s.B + s.spare)
+    s.heads = d.integers(0, s.first + s.H, s.B + s.spare, s.H)
+    return s
+
+
+@problem
+def choosers_last(d: Draw) -> Problem:
+    s = sharing(d)
+    want = torch.full((s.B, s.H), -1)
+    for b, pos in enumerate(s.pos.tolist()):
+        for h in range(s.H):
+            if s.source[s.layer, b] == s.layer and s.heads[b, h] == s.first + h and (pos + 1) % s.steps == 0:
+                want[b, h] = max(pos - s.recent, -1)
+    return (s.pos, s.heads, s.source, torch.tensor([s.layer]), s.first, s.steps, s.recent), [Same(want)]
+
+
+@problem
+def take_sets(d: Draw) -> Problem:
+    """Those of other layers and rows stay; so do all where none is due."""
+    s, n = sharing(d), d.some(1, 7)
+    rows = len(s.source), s.B + s.spare, s.H
+    sets, counts, newer = d.integers(0, s.T, *rows, n), d.integers(0, n + 1, *rows), s.pos - d.integers(0, 5, s.B)
+    newer = torch.cat((newer.clamp(min=0), torch.full((s.spare,), 77)))
+    idx, count = d.integers(0, s.T, s.B, s.first + s.H, n), d.integers(0, n + 1, s.B, s.first + s.H)
+    k, left = n + s.recent + 5, [x.clone() for x in (sets, counts, newer)]
+    run, many = torch.zeros(s.B, s.H, k, dtype=torch.int64), torch.zeros(s.B, s.H, dtype=torch.int64)
+    for b, pos in enumerate(s.pos.tolist()):
+        of, due = int(s.source[s.layer, b]), (pos + 1) % s.steps == 0
+        left[2][b] = max(0, pos + 1 - s.recent) if due else newer[b]
+        for h in range(s.H):
+            if due:
+                taken = (idx[b, s.heads[b, h]], count[b, s.heads[b, h]])
+                taken = taken if of == s.layer else (sets[of, b, h], counts[of, b, h])
+                left[0][s.layer, b, h], left[1][s.layer, b, h] = taken
+            chosen = left[0][s.layer, b, h, : left[1][s.layer, b, h]].tolist()
+            each = chosen + list(range(int(left[2][b]), pos + 1))
+            many[b, h] = len(each)
+            run[b, h] = torch.tensor((each + [min(pos + 1 + i, s.T - 1) for i in range(k)])[:k])
+    given = (idx, count, s.pos, s.heads, s.source, torch.tensor([s.layer]), sets, counts, newer)
+    return (*given, s.steps, s.recent, s.T - 1, k), [Same(x) for x in (run, many, *left)]
+
+
 @problem
 def top_p_count(d: Draw) -> Problem:
     """Peaked, flat and tied rows; weights so small that they are zero."""
@@ -815,6 +959,43 @@ class Fewest:
 
                 least, most = (n, n) if p == 1 else (fewest(p - 1e-6), fewest(p + 1e-6))
                 assert least <= int(got[0][b, h]) <= most
+
+
+def logits(d: Draw) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """Sizes, logits [B, H, g, T] with NaN past pos, pos, and the softmax of what counts in float64."""
+    s = d.sizes()
+    pos = torch.tensor([d.pick(0, s.T - 1, d.some(0, s.T - 1)) for _ in range(s.B)])
+    x = d.fp32(s.B, s.H, s.g, s.T) * d.pick(0.0, 1.0, 12.0) + d.pick(0.0, -200.0)
+    late = (torch.arange(s.T) > pos[:, None])[:, None, None]
+    return s, d.view(x.masked_fill(late, NAN)), pos, x.double().masked_fill(late, float("-inf")).softmax(-1)
+
+
+@problem
+def group_weights(d: Draw) -> Problem:
+    _, x, pos, weights = logits(d)
+    return (x, pos), [Near(weights.mean(2))]
+
+
+@problem
+def attended_share(d: Draw) -> Problem:
+    """Of a list that begins anywhere among the slots, each of which it has once."""
+    s, x, pos, weights = logits(d)
+    order = torch.stack([torch.stack([torch.randperm(n + 1, generator=d.gen).repeat(s.T)[: s.T] for _ in range(s.H)])
+                         for n in pos.tolist()])  # fmt: skip
+    count = torch.stack([d.integers(1, n + 2, s.H) for n in pos.tolist()])
+    share, want = torch.full((s.B + s.spare, s.H * s.g), 7.0), torch.full((s.B + s.spare, s.H * s.g), 7.0).double()
+    for b in range(s.B):
+        for h in range(s.H):
+            want[b, h * s.g : (h + 1) * s.g] = weights[b, h][:, order[b, h, : count[b, h]]].sum(-1)
+    return (x, order, count, pos, share), [Near(want)]
+
+
+@problem
+def with_mean(d: Draw) -> Problem:
+    s = d.sizes((2, 6, 64, 80, 128))
+    y, share = d.normal(s.B, (s.g + 1) * s.H, s.D)[:, : s.g * s.H], d.fp32(s.B + s.spare, s.H * s.g).sigmoid()
+    mean, by = d.fp32(s.B + s.spare, s.H, s.D), share[: s.B, :, None].double()
+    return (y, share, mean), [Near(by * y.double() + (1 - by) * mean[: s.B].double().repeat_interleave(s.g, 1))]
 
 
 # ---- one token ----
@@ -855,14 +1036,37 @@ class Latents:
         if params is None:
             assert torch.equal(v.double(), self.values)
             return
-        wide = params.double().repeat_interleave(32, -2)
+        group = self.values.shape[-1] // params.shape[-2]
+        wide = params.double().repeat_interleave(group, -2)
         got = codes_of(v, self.bits) * wide[..., 0] + wide[..., 1]
         stays = (self.values == self.before).all(-1)
         assert torch.equal(got[stays], self.before[stays])
-        groups = self.values.unflatten(-1, (-1, 32))
-        span = (groups.amax(-1) - groups.amin(-1)).repeat_interleave(32, -1)
+        groups = self.values.unflatten(-1, (-1, group))
+        span = (groups.amax(-1) - groups.amin(-1)).repeat_interleave(group, -1)
         most = span / (2**self.bits - 1) * 0.51 + 2**-9 * (self.values.abs() + span) + 1e-6
         assert ((got - self.values).abs() <= most)[~stays].all()
+
+
+@problem
+def group_append(d: Draw) -> Problem:
+    """Coordinates of each group's heads, in numbers, or in codes with one scale for all of a token."""
+    bits, s, groups = d.pick(2, 3, 4, 8, 16), d.sizes((8, 16, 64), (1, 9, 40)), d.some(1, 3)
+    r = d.pick(16, 32, 96)
+    x = d.normal(s.B, groups * s.H + 1, s.D)[:, 1:]
+    down, bias = d.normal(groups, s.H * s.D, r) * s.D**-0.5, d.fp32(groups, s.H * s.D)
+    pos, rows = d.integers(0, s.T, s.B), (s.B + s.spare, groups, s.T, r)
+    if bits == 16:
+        stored = d.normal(*rows)
+        params, values = None, stored.double()
+    else:
+        stored, params, values = coded(d, bits, *rows, group=r)
+    want = values.clone()
+    for b, at in enumerate(pos.tolist()):
+        for g in range(groups):
+            less = x[b, g * s.H : (g + 1) * s.H].double().flatten() - bias[g].double()
+            want[b, g, at] = less @ down[g].double()
+    answer: Any = Near(want) if bits == 16 else Latents(SimpleNamespace(values=values), want, bits)
+    return (x, pos, down, bias, stored, params, bits), [answer, None]
 
 
 def tables(d: Draw, s: Any) -> tuple[Tensor, Tensor]:
@@ -950,9 +1154,28 @@ def evict_append(d: Draw) -> Problem:
 
 
 @problem
+def distinct_keys(d: Draw) -> Problem:
+    """Of keys that are held, a few of which have no direction; a row may hold none."""
+    s = d.sizes()
+    n = d.below(s.T, s.B)
+    k = d.cache(s, inside([(0, x) for x in n], s.T)[:, None])[0]
+    k = torch.where(torch.rand(*k.shape[:3], 1, generator=d.gen) < 0.1, 0 * k, k + d.pick(0, 2) * d.normal(s.D))
+    want = torch.zeros(s.B, s.H, s.T, dtype=torch.float64)
+    for b in range(s.B):
+        for h in range(s.H):
+            keys = k[b, h, : n[b]].double()
+            directions = keys / keys.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+            anchor = directions.sum(0)
+            want[b, h, : n[b]] = -(directions @ anchor) / anchor.norm().clamp(min=1e-30)
+    return (k, torch.tensor(n)), [Near(want)]
+
+
+@problem
 def join_page(d: Draw) -> Problem:
     s, page = d.sizes((2, 6, 64, 80), (1, 9)), d.pick(1, 4, 16)
     bounds = [d.normal(s.B + s.spare, s.H, s.T, s.D) for _ in "lh"]
+    if d.pick(True, False):  # channel by channel
+        bounds = [x.mT.contiguous().mT for x in bounds]
     k = d.normal(s.B, 2 * s.H, s.D)[:, s.H :]
     pos = torch.tensor([d.pick(0, d.some(0, s.T * page - 1)) for _ in range(s.B)])
     answers = [x.clone() for x in bounds]
@@ -961,6 +1184,18 @@ def join_page(d: Draw) -> Problem:
             held = answer[b, :, at // page]
             held.copy_(k[b] if at % page == 0 else wider(held, k[b]))
     return (*bounds, k, pos, page), [Same(x) for x in answers]
+
+
+@problem
+def join_mean(d: Draw) -> Problem:
+    """Before the first token it is NaN."""
+    s, pos = d.sizes((2, 6, 64, 80)), d.integers(0, 3, 3)
+    x, mean, pos = d.normal(s.B, 2 * s.H, s.D)[:, s.H :], d.fp32(s.B + s.spare, s.H, s.D), pos[: s.B] * 1000
+    want = mean.double()
+    for b, n in enumerate(pos.tolist()):
+        want[b] = (want[b] * n + x[b].double()) / (n + 1)
+        mean[b] = mean[b] if n else NAN
+    return (x, mean, pos), [Near(want)]
 
 
 @problem

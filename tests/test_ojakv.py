@@ -106,6 +106,7 @@ def oracle_knobs(args, calib, d):
     if share is not None:  # one for the keys of a layer and one for its values: the largest of all heads
         ranks = [energy_rank(calib.get(0, f"oja.{x}_eigenvalues").double().numpy(), share) for x in "kv"]
     del knobs["latent"], knobs["decode_slots"], knobs["min_tokens"]  # these do not change the numbers
+    assert not knobs.pop("skip")  # held to loops in operators.py
     return knobs | dict(rank_k=ranks[0], rank_v=ranks[1])
 
 

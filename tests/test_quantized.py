@@ -320,7 +320,7 @@ def loops_that_skip(q, k, v, pos, bias, scale, shortest):
             if not own:
                 continue
             most = logits[:, own].amax(1)
-            if block * 32 + 32 > v_stop or (most >= before + math.log(scale / max(end, shortest))).any():
+            if block * 32 + 32 > v_stop or (most >= before + min(0, math.log(scale / max(end, shortest)))).any():
                 there, before = there + own, before.maximum(most)
         y[b, heads] = logits[:, there].softmax(-1) @ values[b, h, there]
         count[b, h] = len(there)

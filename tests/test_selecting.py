@@ -241,8 +241,11 @@ def test_traffic_of_a_budget_of_p_is_what_its_steps_read():
     x, pos = torch.from_numpy(q[:, -1]).float()[None], torch.tensor([89])
     _, count = method.select(x, pos)
     assert method.chosen(89) == int(-(-count.sum() // 2)) < 90
-    method.note_read(torch.tensor([10]), pos)  # the mean of all steps, decode's, the one above and this
-    share = (2 * int(-(-count.sum() // 2)) + 10) / (3 * 90)
+    method.note_read(torch.tensor([[10, 11]]), pos)  # the mean of all steps, decode's, the one above and this
+    share = (2 * int(count.sum()) + 21) / (3 * 180)
+    assert [method.chosen(n - 1) for n in (90, 45)] == [int(np.ceil(share * n - 1e-9)) for n in (90, 45)]
+    method.note_read(torch.tensor([[10, 11]]), pos, keys=True)  # and all keys
+    share = (2 * int(count.sum()) + 21 + 21 + 180) / (5 * 180)
     assert [method.chosen(n - 1) for n in (90, 45)] == [int(np.ceil(share * n - 1e-9)) for n in (90, 45)]
     method.reset()
     assert method.chosen(89) == 90  # the cap, before any step

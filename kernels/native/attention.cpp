@@ -35,14 +35,13 @@ void attend_range(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, R
     });
 }
 
-// Slots 0 to stop[b], in blocks of N: the values of a block are left out whose weights are all below `scale` over
-// stop[b] or `shortest` of the largest before it in its chunk. read [B, H]: adds the slots whose values were read
+// Slots 0 to stop[b], without the values of blocks that weigh next to nothing
 template <class T> void attend_skipping(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v,
-                                        const int64_t* stop, double scale, int64_t shortest, int64_t* read) {
+                                        const int64_t* stop, const Skips& skips) {
     const int64_t H = heads.H, longest = *std::max_element(stop, stop + heads.B);
     attention(heads, parts_of(longest), [&](int64_t group, int64_t part, const float* query, Seen& seen) {
         const int64_t b = group / H, h = group % H, lo = part * CHUNK;
-        const float least = std::log2((float)(scale / (double)std::max(stop[b], shortest)));
+        const float least = skips.least(stop[b]);
         int64_t own = 0;
         seen.add_slots(query, Slots<T>{k.of(b, h), v.of(b, h), k.slot, v.slot}, lo, std::min(stop[b], lo + CHUNK),
                        [&](int64_t, int n) {
@@ -50,7 +49,7 @@ template <class T> void attend_skipping(const Heads<T>& heads, const Cache<T>& k
                            own += some ? n : 0;
                            return some;
                        });
-        count(read[group], own);
+        count(skips.read[group], own);
     });
 }
 

@@ -1,4 +1,5 @@
 // Attention over coordinates shared by groups of KV heads (Palu): keys are rebuilt and rotated a block at a time.
+#include "encode.h"
 #include "expanded.h"
 
 namespace {
@@ -131,6 +132,24 @@ template <class T> void attend_groups(const Heads<T>& heads, int64_t groups, con
         }
         for (int64_t d = 0; d < D; d += L) store(heads.out + i * D + d, load(&y[d]));
     }
+}
+
+// A group's token x [width], less its bias, as coordinates of `down` [width, R]: R numbers T, which below 16 bits are
+// quantized with one scale and zero, `pair`
+template <class T> void put_coordinates(const T* x, const float* bias, const T* down, int64_t width, int64_t R,
+                                        int64_t bits, char* to, uint16_t* pair) {
+    std::vector<float> y(R);
+    for (int64_t w = 0; w < width; w++) {
+        const vf by = all(number(x[w]) - bias[w]);
+        for (int64_t r = 0; r < R; r += L) store(&y[r], load(&y[r]) + by * load(down + w * R + r));
+    }
+    std::vector<T> coordinates(R);
+    for (int64_t r = 0; r < R; r += L) store(&coordinates[r], load(&y[r]));
+    if (bits == 16) return (void)std::memcpy(to, coordinates.data(), R * sizeof(T));
+    std::vector<uint8_t> codes(R);
+    for (int64_t r = 0; r < R; r++) y[r] = number(coordinates[r]);
+    codes_of(y.data(), R, 1, bits, 1, codes.data(), pair);
+    pack_codes(codes.data(), R, bits, (uint8_t*)to);
 }
 
 }  // namespace

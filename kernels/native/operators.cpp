@@ -33,6 +33,12 @@ Tensor rows_like(const Tensor& q, std::vector<int64_t> lead, int64_t T) {
 
 Tensor like(const Tensor& q) { return like(q, {q.size(0), q.size(1), q.size(2)}); }
 
+Tensor zero_counts(const Tensor& q, int64_t H) {  // int64 [B, H]
+    Tensor made = like(q, {q.size(0), H}, ScalarType::Long);
+    std::fill_n(data<int64_t>(made), made.numel(), 0);
+    return made;
+}
+
 int64_t threads() { return torch::stable::get_num_threads(); }
 
 // ---- operands, made of arguments ----
@@ -94,6 +100,18 @@ private:
     std::vector<float> numbers;
 };
 
+Logits logits_of(const InRows<float>& x, const Small<int64_t>& pos) {
+    return {.at = x.data(),
+            .row = x.stride(0),
+            .head = x.stride(1),
+            .query = x.stride(2),
+            .B = x.size(0),
+            .H = x.size(1),
+            .G = x.size(2),
+            .n = x.size(3),
+            .pos = pos.data(),
+            .threads = threads()};
+}
 Scores scores_of(const Tensor& out) {
     return {.at = data<float>(out), .row = out.stride(0), .head = out.stride(1), .query = out.stride(2)};
 }
@@ -118,11 +136,9 @@ OPERATOR(Tensor, decode_attention, InRows<T> q, InRows<T> k, InRows<T> v, Option
 
 OPERATOR(Two, skipping_attention, InRows<T> q, InRows<T> k, InRows<T> v, Small<int64_t> stop, double scale,
          int64_t shortest) {
-    Tensor out = like(q), read = like(q, {q.size(0), k.size(1)}, ScalarType::Long);
-    std::fill_n(data<int64_t>(read), read.numel(), 0);
-    if (q.size(0))
-        attend_skipping(heads_of(q, k.size(1), out), cache_of(k), cache_of(v), stop.data(), scale, shortest,
-                        data<int64_t>(read));
+    Tensor out = like(q), read = zero_counts(q, k.size(1));
+    const Skips skips{.read = data<int64_t>(read), .scale = scale, .shortest = shortest};
+    if (q.size(0)) attend_skipping(heads_of(q, k.size(1), out), cache_of(k), cache_of(v), stop.data(), skips);
     return {std::move(out), std::move(read)};
 }
 
@@ -148,8 +164,28 @@ OPERATOR(Tensor, verify_attention, Small<T> q, InRows<T> k, InRows<T> v, Optiona
     return out;
 }
 
-OPERATOR(Tensor, ragged_attention, Small<T> q, InRows<T> k, InRows<T> v, Small<int64_t> start, Small<int64_t> stop) {
-    const int64_t B = q.size(0), D = q.size(2), H = start.size(1), G = q.size(1) / H;
+// The slots of a row belong to one head after another: head h's begin at first[b, h], and the last N - filled[b] are
+// free
+static int64_t ragged_stop(const Stored<int64_t>& first, const Stored<int64_t>& filled, int64_t b, int64_t h,
+                           int64_t N) {
+    return first.data()[b * first.size(1) + h + 1] - N + filled.data()[b];
+}
+
+OPERATOR(void, ragged_append, SmallRows<T> k, SmallRows<T> v, Small<int64_t> pos, Stored<T> k_cache, Stored<T> v_cache,
+         Stored<int32_t> place, Stored<int64_t> first, Stored<int64_t> filled) {
+    const int64_t B = k.size(0), H = k.size(1), D = k.size(2), N = k_cache.size(2);
+    for (int64_t b = 0; b < B; b++, filled.data()[b - 1]++)
+        for (int64_t h = 0; h < H; h++) {
+            const int64_t slot = b * H * N + std::min(ragged_stop(first, filled, b, h, N), H * N - 1);
+            for (auto [cache, x] : {std::pair(&k_cache, &k), std::pair(&v_cache, &v)})
+                std::memcpy(cache->data() + slot * D, x->data() + b * x->stride(0) + h * x->stride(1), D * sizeof(T));
+            place.data()[slot] = (int32_t)pos.data()[b];
+        }
+}
+
+OPERATOR(Tensor, ragged_attention, Small<T> q, Stored<T> k, Stored<T> v, Stored<int64_t> first,
+         Stored<int64_t> filled) {
+    const int64_t B = q.size(0), D = q.size(2), H = k.size(1), N = k.size(2), G = q.size(1) / H;
     Tensor out = like(q);
     const Heads<T> heads{.q = q.data(),
                          .row = G * D,
@@ -160,9 +196,13 @@ OPERATOR(Tensor, ragged_attention, Small<T> q, InRows<T> k, InRows<T> v, Small<i
                          .G = G,
                          .D = D,
                          .threads = threads()};
-    const auto slots = [](const InRows<T>& x) {
-        return Cache<T>{.at = x.data(), .row = 0, .head = 0, .slot = x.stride(0)};
-    };
+    std::vector<int64_t> start(B * H), stop(B * H);
+    for (int64_t i = 0; i < B * H; i++) {
+        const int64_t b = i / H, h = i % H;
+        start[i] = b * H * N + first.data()[b * (H + 1) + h];
+        stop[i] = b * H * N + ragged_stop(first, filled, b, h, N);
+    }
+    const auto slots = [D](const Stored<T>& x) { return Cache<T>{.at = x.data(), .row = 0, .head = 0, .slot = D}; };
     attend_range(heads, slots(k), slots(v), Range{start.data(), stop.data()}, Means{});
     return out;
 }
@@ -331,8 +371,7 @@ OPERATOR(Two, skipping_quantized_attention, InRows<T> q, InBits<T> k, Optional<S
          InBits<T> v, Optional<Stored<uint16_t>> v_params, Stored<T> v_kept, int64_t v_bits, int64_t, int64_t, double,
          Optional<Stored<float>> v_book, Small<int64_t> pos, Small<int64_t> k_stop, Small<int64_t> v_stop,
          Optional<Stored<float>> bias, double scale, int64_t shortest) {
-    Tensor out = like(q), read = like(q, {q.size(0), k_kept.size(1)}, ScalarType::Long);
-    std::fill_n(data<int64_t>(read), read.numel(), 0);
+    Tensor out = like(q), read = zero_counts(q, k_kept.size(1));
     const auto keys = quantized_cache(k, k_params, k_kept, k_bits, sinks, k_block && !k_book, k_book, q.size(2)),
                values = quantized_cache(v, v_params, v_kept, v_bits, sinks, false, v_book, q.size(2));
     const Ends ends{.pos = pos.data(), .k = k_stop.data(), .v = v_stop.data()};
@@ -342,8 +381,10 @@ OPERATOR(Two, skipping_quantized_attention, InRows<T> q, InBits<T> k, Optional<S
     return {std::move(out), std::move(read)};
 }
 
-OPERATOR(Tensor, lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Stored<float> k_basis,
-         Stored<float> v_basis, Small<int64_t> stored, Stored<T> k_full, Stored<T> v_full, Small<bool> filled) {
+template <class T> static Tensor lowrank(const InRows<T>& q, const Strided<T>& k, const Strided<T>& v,
+                                         const Stored<float>& k_basis, const Stored<float>& v_basis,
+                                         const int64_t* stored, const Stored<T>& k_full, const Stored<T>& v_full,
+                                         const bool* filled, const Skips& skips = {}) {
     STD_TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && k.stride(3) == v.stride(3), "tokens must lie side by side");
     Tensor out = like(q);
     const auto latent = [](const Strided<T>& x, const Stored<float>& basis) {
@@ -354,11 +395,23 @@ OPERATOR(Tensor, lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Sto
                          .rank = x.size(3),
                          .basis = per_head(basis)};
     };
-    const Filled<T> full{
-        .k = k_full.data(), .v = v_full.data(), .filled = (const uint8_t*)filled.data(), .F = k_full.size(2)};
+    const Filled<T> full{.k = k_full.data(), .v = v_full.data(), .filled = (const uint8_t*)filled, .F = k_full.size(2)};
     if (q.size(0))
-        attend_lowrank(heads_of(q, k.size(1), out), latent(k, k_basis), latent(v, v_basis), stored.data(), full);
+        attend_lowrank(heads_of(q, k.size(1), out), latent(k, k_basis), latent(v, v_basis), stored, full, skips);
     return out;
+}
+
+OPERATOR(Tensor, lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Stored<float> k_basis,
+         Stored<float> v_basis, Small<int64_t> stored, Stored<T> k_full, Stored<T> v_full, Small<bool> filled) {
+    return lowrank(q, k, v, k_basis, v_basis, stored.data(), k_full, v_full, filled.data());
+}
+
+OPERATOR(Two, skipping_lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Stored<float> k_basis,
+         Stored<float> v_basis, Small<int64_t> stored, Stored<T> k_full, Stored<T> v_full, Small<bool> filled,
+         Small<int64_t> length, double scale, int64_t shortest) {
+    Tensor read = zero_counts(q, k.size(1));
+    const Skips skips{.read = data<int64_t>(read), .scale = scale, .shortest = shortest, .length = length.data()};
+    return {lowrank(q, k, v, k_basis, v_basis, stored.data(), k_full, v_full, filled.data(), skips), std::move(read)};
 }
 
 OPERATOR(Tensor, group_attention, InRows<T> q, InBits<T> k, Optional<Stored<uint16_t>> k_params, InBits<T> v,
@@ -430,6 +483,47 @@ OPERATOR(Two, page_select, SmallRows<float> scores, Small<int64_t> pos, Strided<
         n[i] = first + at % page + 1;
     }
     return {std::move(idx), std::move(count)};
+}
+
+OPERATOR(Tensor, choosers_last, Small<int64_t> pos, Stored<int64_t> heads, Stored<int64_t> source,
+         Stored<int64_t> number, int64_t first_head, int64_t steps, int64_t recent) {
+    const int64_t B = pos.numel(), H = heads.size(1), layer = *number.data();
+    Tensor last = like(pos, {B, H});
+    for (int64_t i = 0; i < B * H; i++) {
+        const int64_t b = i / H, at = pos.data()[b];
+        const bool chooses = (at + 1) % steps == 0 && source.data()[layer * source.size(1) + b] == layer &&
+                             heads.data()[i] == first_head + i % H;
+        data<int64_t>(last)[i] = chooses ? std::max<int64_t>(at - recent, -1) : -1;
+    }
+    return last;
+}
+
+OPERATOR(Two, take_sets, SmallRows<int64_t> idx, Small<int64_t> count, Small<int64_t> pos, Stored<int64_t> heads,
+         Stored<int64_t> source, Stored<int64_t> number, Stored<int64_t> sets, Stored<int64_t> counts,
+         Stored<int64_t> newer, int64_t steps, int64_t recent, int64_t last, int64_t k) {
+    const int64_t B = pos.numel(), H = heads.size(1), n = sets.size(3), layer = *number.data();
+    const auto place = [&](int64_t of, int64_t b, int64_t h) { return (of * sets.size(1) + b) * H + h; };
+    Tensor run = like(pos, {B, H, k}), taken = like(pos, {B, H});
+    int64_t *to = data<int64_t>(run), *many = data<int64_t>(taken);
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t at = pos.data()[b], of = source.data()[layer * source.size(1) + b];
+        const bool due = (at + 1) % steps == 0;
+        int64_t& first = newer.data()[b];
+        if (due) first = std::max<int64_t>(at + 1 - recent, 0);
+        for (int64_t h = 0; h < H; h++, to += k, many++) {
+            int64_t *set = sets.data() + place(layer, b, h) * n, &size = counts.data()[place(layer, b, h)];
+            if (due && of != layer) {
+                std::copy_n(sets.data() + place(of, b, h) * n, n, set), size = counts.data()[place(of, b, h)];
+            } else if (due) {
+                const int64_t head = heads.data()[b * H + h];
+                std::copy_n(idx.data() + b * idx.stride(0) + head * idx.stride(1), n, set);
+                size = count.data()[b * count.size(1) + head];
+            }
+            for (int64_t t = 0; t < k; t++) to[t] = t < size ? set[t] : std::min(first + t - size, last);
+            *many = size + at - first + 1;
+        }
+    }
+    return {std::move(run), std::move(taken)};
 }
 
 OPERATOR(Tensor, top_p_count, SmallRows<float> weights, Small<int64_t> pos, double p, int64_t sinks, int64_t recent) {
@@ -579,9 +673,88 @@ OPERATOR(Tensor, page_score, InRows<T> q, InRows<T> low, InRows<T> high, Optiona
     return out;
 }
 
+OPERATOR(Tensor, distinct_keys, InRows<T> k, Small<int64_t> filled) {
+    const int64_t B = filled.numel(), H = k.size(1), N = k.size(2);
+    Tensor out = like(k, {B, H, N}, ScalarType::Float);
+    distinct(cache_of(k), filled.data(), B, H, N, k.size(3), threads(), data<float>(out));
+    return out;
+}
+
 OPERATOR(Tensor, channel_score, Queries q, Small<int64_t> channels, InRows<T> keys, Small<int64_t> pos) {
     Tensor out = rows_like(q, {q.size(0), q.size(1), q.size(2)}, keys.size(3));
     channel_scores(q.scored(keys.size(3), pos.data()), channels.data(), cache_of(keys), scores_of(out));
+    return out;
+}
+
+OPERATOR(Two, largest_channels, SmallRows<T> q, int64_t H, int64_t r, bool bounds) {
+    const int64_t B = q.size(0), G = q.size(1) / H, D = q.size(2);
+    STD_TORCH_CHECK(r > 0 && r <= D, r, " channels of ", D);
+    Tensor few = like(q, {B, H, G, r}, ScalarType::Float), channels = like(q, {B, H, r}, ScalarType::Long);
+    int64_t* at = data<int64_t>(channels);
+    float* to = data<float>(few);
+    std::vector<float> size(D);
+    std::vector<int64_t> order(D);
+    for (int64_t i = 0; i < B * H; i++, at += r) {
+        const T* group = q.data() + i / H * q.stride(0) + i % H * G * q.stride(1);
+        std::fill(size.begin(), size.end(), 0.0f);
+        for (int64_t g = 0; g < G; g++)
+            for (int64_t d = 0; d < D; d++) size[d] += std::fabs(number(group[g * q.stride(1) + d]));
+        for (int64_t d = 0; d < D; d++) order[d] = d;
+        std::nth_element(order.begin(), order.begin() + (r - 1), order.end(),
+                         [&](int64_t a, int64_t b) { return size[a] != size[b] ? size[a] > size[b] : a < b; });
+        std::copy_n(order.begin(), r, at);
+        for (int64_t g = 0; g < G; g++, to += r) {
+            const T* x = group + g * q.stride(1);
+            float all = 0, own = 0;
+            for (int64_t d = 0; d < D; d++) all += std::fabs(number(x[d]));
+            for (int64_t c = 0; c < r; c++) to[c] = number(x[at[c]]), own += std::fabs(to[c]);
+            const float by = std::sqrt(std::max(own / std::max(all, 1e-30f) * D, 1e-30f));
+            for (int64_t c = 0; c < r; c++) to[c] /= by;
+        }
+        for (int64_t c = 0; bounds && c < r; c++) {
+            float sum = 0;
+            for (int64_t g = 0; g < G; g++) sum += number(group[g * q.stride(1) + at[c]]);
+            if (sum > 0) at[c] += D;
+        }
+    }
+    return {std::move(few), std::move(channels)};
+}
+
+OPERATOR(Tensor, group_weights, SmallRows<float> logits, Small<int64_t> pos) {
+    const Logits of = logits_of(logits, pos);
+    Tensor out = like(logits, {of.B, of.H, of.n});
+    mean_softmax(of, data<float>(out));
+    return out;
+}
+
+// ---- the mean value ----
+
+OPERATOR(void, join_mean, SmallRows<T> x, Stored<float> mean, Small<int64_t> pos) {
+    float* to = mean.data();
+    for (int64_t i = 0, H = x.size(1), D = x.size(2); i < x.size(0) * H; i++, to += D) {
+        const int64_t b = i / H, n = pos.data()[b];
+        const T* from = x.data() + b * x.stride(0) + i % H * x.stride(1);
+        for (int64_t d = 0; d < D; d++) {
+            const float old = n > 0 ? to[d] : 0;
+            to[d] = old + (number(from[d]) - old) / (float)(n + 1);
+        }
+    }
+}
+
+OPERATOR(void, attended_share, SmallRows<float> logits, SmallRows<int64_t> idx, Strided<int64_t> count,
+         Small<int64_t> pos, Stored<float> share) {
+    listed_share(logits_of(logits, pos), list_of(idx, count), share.data());
+}
+
+OPERATOR(Tensor, with_mean, SmallRows<T> y, Stored<float> share, Stored<float> mean) {
+    const int64_t heads = y.size(1), D = y.size(2), each = heads / mean.size(1);
+    Tensor out = like(y);
+    for (int64_t i = 0; i < y.size(0) * heads; i++) {
+        const T* from = y.data() + i / heads * y.stride(0) + i % heads * y.stride(1);
+        const float own = share.data()[i], *rest = mean.data() + i / each * D;
+        T* to = data<T>(out) + i * D;
+        for (int64_t d = 0; d < D; d++) put_number(to + d, own * number(from[d]) + (1 - own) * rest[d]);
+    }
     return out;
 }
 
@@ -924,8 +1097,25 @@ OPERATOR(void, evict_append, SmallRows<T> k, SmallRows<T> v, Small<int64_t> pos,
     put_slots(v, slots, v_cache);
 }
 
+OPERATOR(void, group_append, Small<T> x, Small<int64_t> pos, Stored<T> down, Stored<float> bias, InBits<T> stored,
+         Optional<Stored<uint16_t>> params, int64_t bits) {
+    const int64_t groups = down.size(0), width = down.size(1), R = down.size(2), slots = stored.size(2);
+    STD_TORCH_CHECK(x.numel() == pos.numel() * groups * width && stored.size(3) * 8 == R * (bits == 16 ? 8 : bits),
+                    "no tokens of ", groups, " groups of ", width, " channels");
+    check_slots(pos, slots);
+    const int64_t row = R * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
+    char* rows = stored.data(bits);
+#pragma omp parallel for num_threads(threads())
+    for (int64_t i = 0; i < pos.numel() * groups; i++) {
+        const int64_t g = i % groups, slot = i * slots + pos.data()[i / groups];
+        put_coordinates((const T*)x.data() + i * width, bias.data() + g * width, down.data() + g * width * R, width, R,
+                        bits, rows + slot * row, params ? params->data() + slot * 2 : nullptr);
+    }
+}
+
 // The token of each row widens its page; the first one of a page replaces what its bounds held
-OPERATOR(void, join_page, InRows<T> low, InRows<T> high, SmallRows<T> k, Small<int64_t> pos, int64_t page) {
+OPERATOR(void, join_page, Strided<T> low, Strided<T> high, SmallRows<T> k, Small<int64_t> pos, int64_t page) {
+    const int64_t apart[] = {low.stride(3), high.stride(3)};  // numbers from one channel to the next
     for (int64_t i = 0, H = k.size(1); i < k.size(0) * H; i++) {
         const int64_t b = i / H, h = i % H, at = pos.data()[b] / page;
         STD_TORCH_CHECK(at >= 0 && at < low.size(2), "page ", at, " of ", low.size(2));
@@ -933,10 +1123,20 @@ OPERATOR(void, join_page, InRows<T> low, InRows<T> high, SmallRows<T> k, Small<i
         const T* x = k.data() + b * k.stride(0) + h * k.stride(1);
         T *least = low.data() + b * low.stride(0) + h * low.stride(1) + at * low.stride(2),
           *most = high.data() + b * high.stride(0) + h * high.stride(1) + at * high.stride(2);
-        for (int64_t d = 0; d < k.size(2); d++) {
-            if (first || number(x[d]) < number(least[d])) least[d] = x[d];
-            if (first || number(x[d]) > number(most[d])) most[d] = x[d];
+        for (int64_t d = 0; d < k.size(2); d++, least += apart[0], most += apart[1]) {
+            if (first || number(x[d]) < number(*least)) *least = x[d];
+            if (first || number(x[d]) > number(*most)) *most = x[d];
         }
+    }
+}
+
+OPERATOR(void, append_channels, InRows<T> keys, SmallRows<T> k, Small<int64_t> pos) {
+    check_slots(pos, keys.size(3));
+    for (int64_t i = 0, H = k.size(1), D = k.size(2); i < k.size(0) * H; i++) {
+        const int64_t b = i / H, h = i % H;
+        const T* x = k.data() + b * k.stride(0) + h * k.stride(1);
+        T* to = keys.data() + b * keys.stride(0) + h * keys.stride(1) + pos.data()[b];
+        for (int64_t d = 0; d < D; d++) to[d * keys.stride(2)] = x[d];
     }
 }
 

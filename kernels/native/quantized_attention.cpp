@@ -475,14 +475,6 @@ private:
     }
 };
 
-// Blocks of N tokens whose weights are all below `scale` over the length or `shortest` of the largest before are left
-// out; read [B, H], or null for none: adds the number of tokens whose values were read
-struct Skips {
-    int64_t* read;
-    double scale;
-    int64_t shortest;
-};
-
 template <class T> void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const QuantizedCache<T>& v,
                                          const Ends& ends, const Biases& biases, const Skips& skips = {}) {
     const int G = (int)heads.G, D = (int)heads.D;
@@ -507,7 +499,7 @@ template <class T> void attend_quantized(const Heads<T>& heads, const QuantizedC
         const Next<T> nothing{};
         const T* rows[N];
         int64_t hi = std::min(ends.k[b], (part + 1) * CHUNK), n_read = 0;
-        const float least = std::log2((float)(skips.scale / (double)std::max(ends.pos[b] + 1, skips.shortest)));
+        const float least = skips.least(ends.pos[b] + 1);
         for (int64_t first = std::max(k.sinks, part * CHUNK), next; first < hi; first = next) {
             next = std::min(hi, (first / N + 1) * N);  // tokens that share scales
             if (first < ends.v[b]) next = std::min(next, ends.v[b]);

@@ -121,6 +121,61 @@ void channel_scores(const Scored& of, const int64_t* channels, const Cache<T>& k
     }
 }
 
+// e^(x - most) of n numbers, of which `most` is the largest; `to` has whole vectors -> the sum
+float soften(const float* x, int64_t n, float* to) {
+    if (n % L) std::fill_n(to + n / L * L, L, -INFINITY);
+    std::copy_n(x, n, to);
+    vf high = all(-INFINITY), sums = {};
+    for (int64_t t = 0; t < n; t += L) {
+        const vf y = load(to + t);
+        high = y > high ? y : high;
+    }
+    const vf most = all(largest(high));
+    for (int64_t t = 0; t < n; t += L) {
+        const vf y = load(to + t), e = y == -INFINITY ? vf{} : exp2_of((y - most) * LOG2_E);
+        store(to + t, e), sums += e;
+    }
+    return sum(sums);
+}
+
+// Logits [B, H, G, n] of tokens up to pos [B]: strides in numbers
+struct Logits {
+    const float* at;
+    int64_t row, head, query, B, H, G, n;
+    const int64_t* pos;
+    int64_t threads;
+
+    const float* of(int64_t b, int64_t h, int64_t g) const { return at + b * row + h * head + g * query; }
+    int64_t there(int64_t b) const { return std::max<int64_t>(0, std::min(pos[b] + 1, n)); }
+};
+
+// The softmax of each query, averaged over a group, and zeros behind pos -> [B, H, n]
+void mean_softmax(const Logits& of, float* out) {
+    std::fill_n(out, of.B * of.H * of.n, 0.0f);
+#pragma omp parallel for num_threads(of.threads)
+    for (int64_t i = 0; i < of.B * of.H; i++) {
+        const int64_t n = of.there(i / of.H);
+        std::vector<float> weight(whole(n));
+        for (int64_t g = 0; g < of.G && n; g++) {
+            const float by = 1 / (soften(of.of(i / of.H, i % of.H, g), n, weight.data()) * (float)of.G);
+            for (int64_t t = 0; t < n; t++) out[i * of.n + t] += weight[t] * by;
+        }
+    }
+}
+
+// The share of each query's softmax that a list of its tokens has, each list for G queries -> [B * H, G]
+void listed_share(const Logits& of, const List& list, float* out) {
+#pragma omp parallel for num_threads(of.threads)
+    for (int64_t i = 0; i < of.B * of.H * of.G; i++) {
+        const int64_t b = i / of.G / of.H, h = i / of.G % of.H, n = of.there(b), *idx = list.idx.of(b, h);
+        std::vector<float> weight(whole(n));
+        const float total = soften(of.of(b, h, i % of.G), n, weight.data());
+        float own = 0;
+        for (int64_t c = 0; c < *list.count.of(b, h); c++) own += weight[idx[c]];
+        out[i] = std::min(1.0f, own / total);
+    }
+}
+
 // Upper bounds of the products of the queries of each head with the keys of pages: a positive channel of a query takes
 // the highest number of a page, a negative one the lowest. Pages up to last [B] if it is given
 template <class T> void page_scores(const Heads<T>& q, const Cache<T>& low, const Cache<T>& high, int64_t pages,
@@ -141,6 +196,32 @@ template <class T> void page_scores(const Heads<T>& q, const Cache<T>& low, cons
                 score += load(&up[d]) * load(highest + d) + load(&down[d]) * load(lowest + d);
             out.of(b, h)[p] = sum(score);
         }
+    }
+}
+
+// Minus the cosine of each of the first filled[b] keys with their anchor, the mean of their directions; then zeros, to
+// [B, H, N]
+template <class T> void distinct(const Cache<T>& keys, const int64_t* filled, int64_t B, int64_t H, int64_t N,
+                                 int64_t D, int64_t threads, float* out) {
+    const auto dot = [D](const auto* x, const auto* y) {
+        vf product = {};
+        for (int64_t d = 0; d < D; d += L) product += load(x + d) * load(y + d);
+        return sum(product);
+    };
+    const auto inverse_norm = [&](const auto* x) { return 1 / std::max(std::sqrt(dot(x, x)), 1e-12f); };
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < B * H; i++) {
+        const int64_t b = i / H, n = filled[b], slot = keys.slot;
+        const T* k = keys.of(b, i % H);
+        float* score = out + i * N;
+        std::vector<float> anchor(D);
+        for (int64_t t = 0; t < n; t++) {
+            score[t] = inverse_norm(k + t * slot);
+            for (int64_t d = 0; d < D; d += L) store(&anchor[d], load(&anchor[d]) + load(k + t * slot + d) * score[t]);
+        }
+        const float scale = -inverse_norm(anchor.data());
+        for (int64_t t = 0; t < n; t++) score[t] *= dot(k + t * slot, anchor.data()) * scale;
+        std::fill(score + n, score + N, 0.0f);
     }
 }
 

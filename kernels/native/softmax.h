@@ -17,6 +17,20 @@ template <class T> struct Slots {
     const int64_t* idx = nullptr;
 };
 
+// Blocks of N tokens whose weights are all below `scale` over the length or `shortest` of the largest before them in
+// their chunk are left out; read [B, H], or null for none: adds the number of tokens whose values were read
+struct Skips {
+    int64_t* read;
+    double scale;
+    int64_t shortest;
+    const int64_t* length = nullptr;  // [B], where it is not seen otherwise
+
+    // the threshold of a row in log 2; above 1, blocks would be left out that weigh more than those that are not
+    float least(int64_t length) const {
+        return std::min(0.0f, std::log2((float)(scale / (double)std::max(length, shortest))));
+    }
+};
+
 // The running softmax of a work item: per query head the largest logit, the sum of 2^(logit - largest), weighted
 // values.
 struct Seen {

@@ -41,7 +41,7 @@ METHODS = (
     "kivi-2", "kivi-4", "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30",
     "palu-50", "hshare", "keydiff", "expected_attention", "kvzip", "snapkv,adaptive=True", "snapkv,value_aware=True",
     "knorm", "qfilters", "lagkv", "compactor", "triattention", "attention_matching", "chunkkv", "duo",
-    "double_sparsity_offload", "flexgen", "oracle", "random", "skip_softmax", "kivi-2,skip=8",
+    "double_sparsity_offload", "flexgen", "oracle", "random", "skip_softmax", "kivi-2,skip=8", "ojakv-0.6,skip=8",
 )  # fmt: skip
 # with `full` only, since the method makes no difference to the kernels of weights
 WEIGHTS = ("bf16", "int8", "int4")
