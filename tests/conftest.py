@@ -6,9 +6,11 @@ With `--share N`, as in `make test`, one case in N of each test runs, but three 
 from __future__ import annotations
 
 import functools
+import io
 import math
 import os
 import random
+import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -98,13 +100,31 @@ def kernel_device() -> torch.device:
 
 @pytest.fixture
 def cli(monkeypatch, capsys):
-    """Run a script's main in this process -> exit status, standard output, standard error."""
+    """Run a script's main in this process -> exit status, standard output, standard error; stdin: bytes."""
 
-    def call(script, *argv):
+    def call(script, *argv, stdin=None):
         monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, argv)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
         with pytest.raises(SystemExit) as e:
             run_cli(script.main)
+        for x, handler in handlers.items():  # calibrate.py has its own
+            signal.signal(x, handler)
         return (e.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def refused(cli):
+    """Run a script that refuses its input -> its one line, which is all that it says."""
+
+    def call(script, *argv, **given):
+        code, out, err = cli(script, *argv, **given)
+        lines = [line for line in err.splitlines() if line and "%|" not in line]  # but for progress bars
+        assert code == 2 and not out and len(lines) == 1 and lines[0].startswith("error: "), err
+        return lines[0]
 
     return call
 

@@ -21,7 +21,9 @@ PARTS = {
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 for ours, theirs in (("exps", "experts"), ("shexp", "shared_expert")):
     PARTS |= {f"mlp.{theirs}.{x}_proj": f"ffn_{x}_{ours}" for x in ("gate", "up", "down")}
@@ -53,12 +55,13 @@ def model_tensors(c):
 # ---- GGUF ----
 
 
-def gguf_name(name):
+def gguf_name(name, arch):
     module, _, kind = name.rpartition(".")
-    if module in WHOLE:
-        return f"{WHOLE[module]}.{kind}"
+    if not module.startswith("model.layers."):
+        return f"{WHOLE.get(module, module)}.{kind}"
     layer, part = module.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{PARTS[part]}.{kind}"
+    after = part == "post_attention_layernorm" and arch in ("gemma3", "olmo2")
+    return f"blk.{layer}.{'post_attention_norm' if after else PARTS[part]}.{kind}"
 
 
 def permute(w, n_head):
@@ -86,8 +89,8 @@ def sentencepiece_vocab(writer, folder):
 
 
 def write_gguf(path, config, tensors, kind=Q.F32, vocab=None, **keys):
-    """config: of Hugging Face; tensors: name -> fp32, or a block format's bytes uint8; kind: of matrices, of all or by
-    name; vocab(writer); keys: more metadata, a None leaves out."""
+    """Names, order and norms as of llama.cpp's converter. config: of Hugging Face; tensors: name -> fp32,
+    or a block format's bytes uint8; kind: of matrices, of all or by name; vocab(writer); keys: more metadata."""
     arch = config["model_type"]
     w = gguf.GGUFWriter(path, arch)
     n_head, n_kv_head = config["num_attention_heads"], config["num_key_value_heads"]
@@ -100,7 +103,8 @@ def write_gguf(path, config, tensors, kind=Q.F32, vocab=None, **keys):
     w.add_head_count_kv(n_kv_head)
     w.add_rope_freq_base(config["rope_theta"])
     w.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    w.add_vocab_size(config["vocab_size"])
+    if "vocab_size" in config:
+        w.add_vocab_size(config["vocab_size"])
     w.add_key_length(D)
     w.add_value_length(D)
     if arch == "llama":
@@ -118,16 +122,16 @@ def write_gguf(path, config, tensors, kind=Q.F32, vocab=None, **keys):
     for name, t in tensors.items():
         kind = kinds.get(name, kind if not kinds else Q.F32)
         if t.dtype == torch.uint8:
-            w.add_tensor(gguf_name(name), t.numpy(), raw_dtype=kind)
+            w.add_tensor(gguf_name(name, arch), t.numpy(), raw_dtype=kind)
             continue
         data = t.float().numpy()
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in ("llama", "smollm3", "granite", "mistral3") and ("q_proj" in name or "k_proj" in name):
             data = permute(data, n_head if "q_proj" in name else n_kv_head)
-        data = np.ascontiguousarray(data)
+        data = np.ascontiguousarray(data + 1 if arch == "gemma3" and "norm" in name else data)
         if data.ndim == 1 or kind == Q.F32:
-            w.add_tensor(gguf_name(name), data)
+            w.add_tensor(gguf_name(name, arch), data)
         else:
-            w.add_tensor(gguf_name(name), gguf.quants.quantize(data, kind), raw_dtype=kind)
+            w.add_tensor(gguf_name(name, arch), gguf.quants.quantize(data, kind), raw_dtype=kind)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

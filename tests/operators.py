@@ -29,6 +29,7 @@ for path in (ROOT / "kernels").glob("[!_]*.py"):
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"torch": (torch.float32, torch.bfloat16), "cpp": (torch.float32, torch.bfloat16),
           "triton": (torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of one kernel, beside float64
 NAN = float("nan")
 SHORT = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129, 200, 257)
 LONG = (2047, 2049, 4095, 4096, 4353)  # around what the C++ versions do at a time
@@ -39,6 +40,14 @@ PROBLEMS: dict[str, Callable[[Draw], Problem]] = {}
 def problem(function: Callable[[Draw], Problem]) -> Callable[[Draw], Problem]:
     PROBLEMS[function.__name__] = function
     return function
+
+
+def rand(seed: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def randint(seed: int, low: int, high: int, *size: int) -> Tensor:
+    return torch.randint(low, high, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 # An answer checks the results from its own on: `check(got, version)`.

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 import torch
-from oracles import attention, rotate, softmax
+from oracles import attention, softmax
 
 NUDGE = 5e-7  # float32 roundings: what may put a number on the other side of a rounding border
 
@@ -108,14 +108,6 @@ def random_keys(seed: int, g: int, h: int, d: int, rows: int, n: int):
     q, k, v = (torch.randn(rows, heads, n, d, generator=gen) for heads in (g * h, h, h))
     spread = 0.3 + 2 * torch.rand(h, 1, d, generator=gen) ** 3
     return q * 1.5, k * spread + 2 * torch.randn(h, 1, d, generator=gen), v + 0.3 * torch.randn(h, 1, d, generator=gen)
-
-
-def rotated(rope, x: torch.Tensor) -> np.ndarray:
-    """x [B, H, n, D] at positions 0..n-1 -> float64. Float32's own rotation, whose angles are good to 1e-5, checked."""
-    got = rope.rotate_prompt(x).double().numpy()
-    want = np.stack([rotate(x[:, :, t].double().numpy(), t) for t in range(x.shape[2])], 2)
-    assert np.abs(got - want).max() < 3e-4
-    return got
 
 
 class Probe:

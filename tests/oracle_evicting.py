@@ -23,7 +23,8 @@ def tokens(budget: Budget, length: int) -> int:
 class Row:
     """q [Hq, n, D], k and v [Hkv, n, D] of the prompt, rotated. Scores are kept by KV head and position."""
 
-    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray):
+    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, budget: Budget = 0, recent: Budget = 0):
+        self.budget, self.newest = budget, recent
         self.g, self.decoded, self.prompt_len = len(q) // len(k), 0, k.shape[1]
         self.q = [[x[t] for t in range(k.shape[1])] for x in q]  # of all tokens
         self.k = [list(head) for head in k]
@@ -87,18 +88,28 @@ class Row:
         return held
 
     def evict_later(self) -> None:
+        """The newest tokens stay, and the best of the others as the method scores what is held."""
+        n = len(self.k[0])
+        for head, score in enumerate(self.score):
+            held = sorted(score)
+            worth = dict(zip(held, self.score_held(head, held, n), strict=True))
+            best = sorted(held, key=lambda t: (-math.inf if t >= n - self.newest else -worth[t], t))
+            for t in best[self.num_kept(n) :]:
+                del score[t]
+
+    def score_held(self, head: int, held: list[int], n: int) -> list[float]:
         raise NotImplementedError
 
     evicts = True
 
     def scores_of_prompt(self, q: np.ndarray, n: int) -> list[list[float]]:
-        raise NotImplementedError
+        return [[0.0] * n for _ in self.k]
 
     def recent(self, length: int) -> int:
-        raise NotImplementedError
+        return min(length, self.newest)
 
     def num_kept(self, length: int) -> int:
-        raise NotImplementedError
+        return max(tokens(self.budget, length), self.recent(length))
 
     def observe(self, weights: list[dict[int, float]]) -> None:
         """By KV head, the step's weights summed over the group."""
@@ -109,8 +120,8 @@ class Row:
 
 class H2ORow(Row):
     def __init__(self, q, k, v, *, heavy: Budget, recent: Budget):
-        self.heavy, self.newest = heavy, recent
-        super().__init__(q, k, v)
+        self.heavy = heavy
+        super().__init__(q, k, v, recent=recent)
 
     def scores_of_prompt(self, q, n):
         return self.mass(q, n, n)
@@ -128,9 +139,9 @@ class H2ORow(Row):
 
 
 class TOVARow(Row):
-    def __init__(self, q, k, v, *, budget: Budget, recent: int, heads: str):
-        self.budget, self.newest, self.heads = budget, recent, heads
-        super().__init__(q, k, v)
+    def __init__(self, q, k, v, *, heads: str, **knobs):
+        self.heads = heads
+        super().__init__(q, k, v, **knobs)
 
     def over_heads(self, by_head):
         """The mean of all query heads, for every KV head; or of each group alone."""
@@ -141,12 +152,6 @@ class TOVARow(Row):
     def scores_of_prompt(self, q, n):
         mass = self.mass(q, n, 1)
         return mass if self.heads == "kv" else [self.over_heads(mass)] * len(mass)
-
-    def recent(self, length):
-        return min(length, self.newest)
-
-    def num_kept(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
 
     def observe(self, weights):
         if self.heads == "layer":
@@ -161,14 +166,11 @@ class PromptRow(Row):
 
     evicts = False
 
-    def __init__(self, q, k, v, *, budget: Budget, recent: int, adaptive: bool, safeguard: float, value_aware: bool,
-                 first_stage: float, weights: np.ndarray, chunk_length: int = 0):  # fmt: skip
-        self.budget, self.newest, self.chunk = budget, recent, chunk_length
-        self.adaptive, self.safeguard, self.value_aware, self.first_stage = (
-            adaptive, safeguard, value_aware, first_stage,
-        )  # fmt: skip
-        self.w = weights
-        super().__init__(q, k, v)
+    def __init__(self, q, k, v, *, adaptive: bool, safeguard: float, value_aware: bool, first_stage: float,
+                 weights: np.ndarray, chunk_length: int = 0, **knobs):  # fmt: skip
+        self.adaptive, self.safeguard, self.chunk, self.w = adaptive, safeguard, chunk_length, weights
+        self.value_aware, self.first_stage = value_aware, first_stage
+        super().__init__(q, k, v, **knobs)
 
     def choose(self, scores, n):
         """AdaKV: each head has its best safeguard * budget, then the best of all; CriticalKV: of what a head has, the
@@ -202,23 +204,17 @@ class PromptRow(Row):
     def size(self, head: int, t: int) -> float:
         return float(np.mean([np.abs(self.v[head][t] @ self.w[head * self.g + i]).sum() for i in range(self.g)]))
 
-    def recent(self, length):
-        return min(length, self.newest)
-
-    def num_kept(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
-
 
 class SnapKVRow(PromptRow):
     def __init__(self, q, k, v, *, kernel: int, pool: str, group: str, decode_budget: int | None = None,
                  decode_every: int = 64, **knobs):  # fmt: skip
-        self.window, self.kernel, self.pool, self.group = knobs["recent"], kernel, pool, group
+        self.kernel, self.pool, self.group = kernel, pool, group
         self.decode_budget, self.every = decode_budget, decode_every if decode_budget is not None else 0
         super().__init__(q, k, v, **knobs)
 
     def scores_of_prompt(self, q, n):
-        votes = self.mass(q, n, self.window, max if self.group == "max" else sum)
-        out, before = [], max(0, n - self.window)
+        votes = self.mass(q, n, self.newest, max if self.group == "max" else sum)
+        out, before = [], max(0, n - self.newest)
         for head in votes:
             near = [[head[j] if 0 <= j < before else 0.0 for j in self.around(t)] for t in range(n)]
             out.append([max(x) if self.pool == "max" else sum(x) / self.kernel for x in near])
@@ -231,14 +227,14 @@ class SnapKVRow(PromptRow):
             held = sorted(score)
             each = np.zeros((self.g, len(held)))
             for i in range(self.g):
-                for t in range(max(0, n - self.window), n):
+                for t in range(max(0, n - self.newest), n):
                     seen = [s for s in held if s <= t]
                     each[i, : len(seen)] += self.weights(self.q[head * self.g + i][t], head, seen)
-            votes, before = [float(reduce(list(column))) for column in each.T], max(0, len(held) - self.window)
+            votes, before = [float(reduce(list(column))) for column in each.T], max(0, len(held) - self.newest)
             near = [[votes[j] if 0 <= j < before else 0.0 for j in self.around(t)] for t in range(len(held))]
             pooled = [max(x) if self.pool == "max" else sum(x) / self.kernel for x in near]
             decoded = [(i, t) for i, t in enumerate(held) if t >= self.prompt_len]
-            best = sorted(decoded, key=lambda x: (-math.inf if x[1] >= n - self.window else -pooled[x[0]], x[1]))
+            best = sorted(decoded, key=lambda x: (-math.inf if x[1] >= n - self.newest else -pooled[x[0]], x[1]))
             for _, t in best[self.decode_budget :]:
                 del score[t]
 
@@ -327,10 +323,6 @@ def most_attention(q, k, prompt, chunk: range, sinks: int) -> list[list[float]]:
 
 
 class KeyDiffRow(Row):
-    def __init__(self, q, k, v, *, budget: Budget, recent: int):
-        self.budget, self.newest = budget, recent
-        super().__init__(q, k, v)
-
     def distinct(self, keys):
         """Minus the cosine of each key with the mean of all keys divided by their lengths."""
         anchor = sum(key / np.linalg.norm(key) for key in keys) / len(keys)
@@ -344,19 +336,9 @@ class KeyDiffRow(Row):
             held = sorted(score)
             score |= dict(zip(held, self.distinct([keys[t] for t in held]), strict=True))
 
-    def recent(self, length):
-        return min(length, self.newest)
-
-    def num_kept(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
-
 
 class FixedScoreRow(Row):
     """A token's score is a function of its key."""
-
-    def __init__(self, q, k, v, *, budget: Budget, recent: int):
-        self.budget, self.newest = budget, recent
-        super().__init__(q, k, v)
 
     def of_key(self, head: int, key: np.ndarray) -> float:
         raise NotImplementedError
@@ -367,12 +349,6 @@ class FixedScoreRow(Row):
     def rescore(self):
         for head, score in enumerate(self.score):
             score |= {t: self.of_key(head, self.k[head][t]) for t in score}
-
-    def recent(self, length):
-        return min(length, self.newest)
-
-    def num_kept(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
 
 
 class KnormRow(FixedScoreRow):
@@ -400,9 +376,6 @@ class LagKVRow(Row):
 
     def choose(self, scores, n):
         return [self.compressed(head, list(range(n)), n) for head in range(len(self.k))]
-
-    def scores_of_prompt(self, q, n):
-        return [[0.0] * n for _ in self.k]
 
     def evict_later(self):
         for head, score in enumerate(self.score):
@@ -469,20 +442,20 @@ class TriAttentionRow(Row):
 
     evicts = False
 
-    def __init__(self, q, k, v, *, budget: Budget, recent: int, buffer: int, reach: int, mean=None, size=None):
-        self.budget, self.newest, self.every, self.reach = budget, recent, buffer, reach
+    def __init__(self, q, k, v, *, buffer: int, reach: int, mean=None, size=None, **knobs):
+        self.every, self.reach = buffer, reach
         if mean is None:
             before = [[rotate(x[t], -t) for t in range(k.shape[1])] for x in q]
             mean = [sum(x) / len(x) for x in before]
             size = [sum(abs(self.pairs(x)) for x in head) / len(head) for head in before]
         self.mean, self.size = mean, size
-        super().__init__(q, k, v)
+        super().__init__(q, k, v, **knobs)
 
     @staticmethod
     def pairs(x: np.ndarray) -> np.ndarray:
         return x[: len(x) // 2] + 1j * x[len(x) // 2 :]
 
-    def standardized(self, head: int, held: list[int], n: int) -> list[float]:
+    def score_held(self, head: int, held: list[int], n: int) -> list[float]:
         best = [-math.inf] * len(held)
         d = len(self.k[head][0])
         w = np.array([10_000.0 ** (-2 * f / d) for f in range(d // 2)])
@@ -500,22 +473,7 @@ class TriAttentionRow(Row):
         return best
 
     def scores_of_prompt(self, q, n):
-        return [self.standardized(head, list(range(n)), n) for head in range(len(self.k))]
-
-    def evict_later(self):
-        n = len(self.k[0])
-        for head, score in enumerate(self.score):
-            held = sorted(score)
-            of = dict(zip(held, self.standardized(head, held, n), strict=True))
-            best = sorted(held, key=lambda t: (-math.inf if t >= n - self.newest else -of[t], t))
-            for t in best[self.num_kept(n) :]:
-                del score[t]
-
-    def recent(self, length):
-        return min(length, self.newest)
-
-    def num_kept(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
+        return [self.score_held(head, list(range(n)), n) for head in range(len(self.k))]
 
 
 class RKVRow(Row):
@@ -523,18 +481,16 @@ class RKVRow(Row):
 
     evicts = False
 
-    def __init__(self, q, k, v, *, budget: Budget, recent: int, buffer: int, mix: float, kernel: int, alike: float,
-                 spared: int):  # fmt: skip
-        self.budget, self.window, self.every, self.mix = budget, recent, buffer, mix
-        self.kernel, self.alike, self.spared = kernel, alike, spared
-        super().__init__(q, k, v)
+    def __init__(self, q, k, v, *, buffer: int, mix: float, kernel: int, alike: float, spared: int, **knobs):
+        self.every, self.mix, self.kernel, self.alike, self.spared = buffer, mix, kernel, alike, spared
+        super().__init__(q, k, v, **knobs)
 
-    def z(self, q: list[list[np.ndarray]], head: int, held: list[int], n: int) -> list[float]:
-        keys, before = [self.k[head][t] for t in held], max(0, len(held) - self.window)
+    def score_held(self, head, held, n):
+        keys, before = [self.k[head][t] for t in held], max(0, len(held) - self.newest)
         mean = np.zeros(len(held))
-        at = range(max(0, n - self.window), n)
+        at = range(max(0, n - self.newest), n)
         for t in at if before else ():
-            logits = [max(float(q[head * self.g + i][t] @ keys[j]) for i in range(self.g)) for j in range(before)]
+            logits = [max(float(self.q[head * self.g + i][t] @ keys[j]) for i in range(self.g)) for j in range(before)]
             mean[:before] += softmax(np.array(logits) / math.sqrt(len(keys[0]))) / len(at)
         half, m = self.kernel // 2, len(held)
         importance = [max(mean[max(0, j - half) : j + half + 1]) for j in range(m)]
@@ -550,22 +506,7 @@ class RKVRow(Row):
         return [self.mix * a - (1 - self.mix) * b for a, b in zip(importance, redundancy, strict=True)]
 
     def scores_of_prompt(self, q, n):
-        return [self.z(q, head, list(range(n)), n) for head in range(len(self.k))]
-
-    def evict_later(self):
-        n = len(self.k[0])
-        for head, score in enumerate(self.score):
-            held = sorted(score)
-            z = dict(zip(held, self.z(self.q, head, held, n), strict=True))
-            best = sorted(held, key=lambda t: (-math.inf if t >= n - self.window else -z[t], t))
-            for t in best[self.num_kept(n) :]:
-                del score[t]
-
-    def recent(self, length):
-        return min(length, self.window)
-
-    def num_kept(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
+        return [self.score_held(head, list(range(n)), n) for head in range(len(self.k))]
 
 
 class RocketRow(SnapKVRow):
@@ -611,14 +552,11 @@ class MatchingRow(Row):
 
     evicts = False
 
-    def __init__(self, q, k, v, *, budget: Budget, recent: int, keys: str, samples: int, asked=None):
-        self.budget, self.newest, self.keys, self.samples = budget, recent, keys, samples
+    def __init__(self, q, k, v, *, keys: str, samples: int, asked=None, **knobs):
+        self.keys, self.samples = keys, samples
         self.asked = q if asked is None else asked
         self.bias: list[dict[int, float]] = []
-        super().__init__(q, k, v)
-
-    def scores_of_prompt(self, q, n):
-        return [[0.0] * n for _ in self.k]
+        super().__init__(q, k, v, **knobs)
 
     def choose(self, scores, n):
         out = []
@@ -685,8 +623,10 @@ class MatchingRow(Row):
                 out.append(sum(w * self.v[head][t] for w, t in zip(p, seen, strict=True)))
         return np.stack(out)
 
-    def recent(self, length):
-        return min(length, self.newest)
 
-    def num_kept(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
+ORACLES: dict[str, type[Row]] = dict(
+    h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow, keydiff=KeyDiffRow,
+    expected_attention=ExpectedAttentionRow, rkv=RKVRow, rocket=RocketRow, knorm=KnormRow, qfilters=QFiltersRow,
+    lagkv=LagKVRow, compactor=CompactorRow, triattention=TriAttentionRow,
+    attention_matching=MatchingRow,
+)  # fmt: skip

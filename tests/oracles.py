@@ -18,6 +18,14 @@ def rotate(x: np.ndarray, pos: int, theta: float = 10_000.0) -> np.ndarray:
     return np.concatenate((a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)), -1)
 
 
+def rotated(rope, x) -> np.ndarray:
+    """Tensors x [B, H, n, D] at positions 0..n-1 -> float64. Float32's own rotation, whose angles are good to 1e-5."""
+    got = rope.rotate_prompt(x).double().numpy()
+    want = np.stack([rotate(x[:, :, t].double().numpy(), t) for t in range(x.shape[2])], 2)
+    assert np.abs(got - want).max() < 3e-4
+    return got
+
+
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max())
     return e / e.sum()

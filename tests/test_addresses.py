@@ -64,21 +64,3 @@ def test_a_methods_file_outside_the_repository(cli, monkeypatch, tmp_path):
     assert status == 0, err
     (row,) = json.loads(out)
     assert row["method"] == "by_chance" and row["loads"] > 0
-
-
-def test_the_report(cli, monkeypatch):
-    """A row a method and way of selecting; what is read beside a tensor has its reason, and the script fails."""
-    monkeypatch.setattr("kernels.backend.BACKEND", "triton")
-
-    def failing(name, blocks, real=addresses.edges):
-        if name == "tova":
-            raise AssertionError("_join: 3 of the addresses that it loads")
-        return real(name, blocks)
-
-    monkeypatch.setattr(addresses, "edges", failing)
-    status, out, err = cli(addresses, "--methods", "full", "tova", "--blocks", "whole", "--json")
-    full, tova = json.loads(out)
-    assert status == 1 and err.endswith("tova, whole: _join: 3 of the addresses that it loads\n")
-    assert full["kernels"] == ["_combine_shares", "_rotate_append_kernel", "_split_attention"]
-    assert full["loads"] > full["launches"] > 0
-    assert tova == dict(method="tova", blocks="whole", problem="_join: 3 of the addresses that it loads")

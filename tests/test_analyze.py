@@ -17,7 +17,6 @@ from loading.checkpoint import random_transformer, save_checkpoint_tensors
 from loading.config import args_from_hf
 from model import Block, ModelArgs
 from runtime.corpus import Document
-from runtime.errors import run_cli
 from scripts.eval import analyze as A
 from scripts.eval.analyses import bases, heads, shift
 from scripts.eval.analyses import measures as M
@@ -177,18 +176,11 @@ def short_corpus(monkeypatch):
     monkeypatch.setattr(A, "collect", lambda **kw: docs)
 
 
-def run(capsys, *argv):
-    with pytest.raises(SystemExit) as e:
-        run_cli(lambda: A.main(list(argv)))
-    out = capsys.readouterr()
-    return e.value.code, out.out, out.err
-
-
-def test_two_analyses_with_plots(capsys, tmp_path, checkpoint, short_corpus):
+def test_two_analyses_with_plots(tmp_path, checkpoint, short_corpus, cli):
     pytest.importorskip("matplotlib")
     out = tmp_path / "analysis.json"
-    code, text, err = run(capsys, "--checkpoint", str(checkpoint), "--only", "shift,heads", "--samples", "1",
-                          "--seq-len", "64", "--out", str(out), "--plots", str(tmp_path / "plots"))  # fmt: skip
+    code, text, err = cli(A, "--checkpoint", checkpoint, "--only", "shift,heads", "--samples", "1",
+                          "--seq-len", "64", "--out", out, "--plots", tmp_path / "plots")  # fmt: skip
     assert code == 0, err
     data = json.loads(out.read_text())
     assert list(data["analyses"]) == ["shift", "heads"] and data["seq_len"] == 64
@@ -197,8 +189,8 @@ def test_two_analyses_with_plots(capsys, tmp_path, checkpoint, short_corpus):
         assert (tmp_path / "plots" / f"analysis_{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_all_analyses_calibrate_in_memory(capsys, checkpoint, short_corpus):
-    code, text, err = run(capsys, "--checkpoint", str(checkpoint), "--samples", "1", "--seq-len", "64", "--json",
+def test_all_analyses_calibrate_in_memory(checkpoint, short_corpus, cli):
+    code, text, err = cli(A, "--checkpoint", checkpoint, "--samples", "1", "--seq-len", "64", "--json",
                           "--weights", "int8:channel")  # fmt: skip
     assert code == 0 and "in memory" in err
     data = json.loads(text)
@@ -219,6 +211,5 @@ def test_all_analyses_calibrate_in_memory(capsys, checkpoint, short_corpus):
         (["--out", "/nowhere/x.json"], "/nowhere does not exist"),
     ],
 )
-def test_bad_input_is_one_line(capsys, checkpoint, argv, said):
-    code, text, err = run(capsys, "--checkpoint", str(checkpoint), *argv)
-    assert code == 2 and text == "" and err.startswith("error: ") and said in err and err.count("\n") == 1
+def test_bad_input_is_one_line(checkpoint, argv, said, refused):
+    assert said in refused(A, "--checkpoint", checkpoint, *argv)

@@ -45,20 +45,10 @@ LINEAR = dict(shared_expert_intermediate_size=32, linear_num_value_heads=4, line
               linear_key_head_dim=16, linear_value_head_dim=16,
               layer_types=["linear_attention", "full_attention"])  # fmt: skip
 FAMILIES = dict(
-    Llama={},
-    Qwen2={},
-    Qwen3=dict(head_dim=16),
-    Glm4=dict(head_dim=16, partial_rotary_factor=0.5),
-    Olmo2={},
-    Granite=dict(attention_multiplier=0.1),
-    Cohere={},
-    Exaone4=SLIDING,
-    Phi3={},
-    SmolLM3={},
-    Qwen3Moe=EXPERTS,
-    Gemma3=SLIDING | dict(query_pre_attn_scalar=40, tie_word_embeddings=False),
-    Qwen3Next=EXPERTS | LINEAR,
-)
+    Llama={}, Qwen2={}, Qwen3=dict(head_dim=16), Glm4=dict(head_dim=16, partial_rotary_factor=0.5), Olmo2={},
+    Granite=dict(attention_multiplier=0.1), Cohere={}, Exaone4=SLIDING, Phi3={}, SmolLM3={}, Qwen3Moe=EXPERTS,
+    Gemma3=SLIDING | dict(query_pre_attn_scalar=40, tie_word_embeddings=False), Qwen3Next=EXPERTS | LINEAR,
+)  # fmt: skip
 ROTATED = {"oja", "pca", "channels", "razor", "qfilters"}  # statistics that read queries and keys after rotation alone
 LOSSLESS = ["quest", "streaming", "self_index", "snapkv"]
 NEED_CALIBRATION = {

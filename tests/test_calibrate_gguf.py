@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def files(tmp_path_factory):
     return at
 
 
-def test_it_lies_beside_the_file_and_fits_its_other_bits(files, cli, tmp_path, capsys):
+def test_it_lies_beside_the_file_and_fits_its_other_bits(files, cli, tmp_path, refused):
     assert {f.name for f in files.iterdir()} == {"m.Q8_0.gguf", "m.Q8_0.calibration.safetensors", "m.F16.gguf"}
     made, other = beside(files / "m.Q8_0.gguf"), files / "m.F16.gguf"
     assert made.name == "m.Q8_0.calibration.safetensors"
@@ -58,8 +59,7 @@ def test_it_lies_beside_the_file_and_fits_its_other_bits(files, cli, tmp_path, c
     assert got.path == made and set(got.tensors) == set(Calibration.load(TINY, got.args).tensors)
     code, _, err = cli(generate, "--checkpoint", other, *argv, "--calibration", tmp_path / "no")
     assert code == 2 and err.startswith(f"error: argument --calibration: there is no file {tmp_path / 'no'}")
-    code, _, err = cli(generate, "--random-init", "qwen3-0.6b", *argv, "--calibration", made)
-    assert code == 2 and "drop --calibration" in err and err.count("\n") == 1
+    assert "drop --calibration" in refused(generate, "--random-init", "qwen3-0.6b", *argv, "--calibration", made)
     shutil.copy(other, tmp_path / "m.gguf")
     shutil.copy(made, tmp_path / "m.calibration.safetensors")  # a user who knows
     code, _, err = cli(generate, "--checkpoint", tmp_path / "m.gguf", *argv)
@@ -78,24 +78,21 @@ def test_it_lies_beside_the_file_and_fits_its_other_bits(files, cli, tmp_path, c
         ("{tiny}/other.safetensors", r"\*.safetensors are weights: call it calibration-"),
     ],
 )
-def test_what_cannot_be_written_is_said_before_the_pass(where, says, files, tmp_path, cli, monkeypatch):
+def test_what_cannot_be_written_is_said_before_the_pass(where, says, files, tmp_path, monkeypatch, refused):
     monkeypatch.setattr(C, "load_checkpoint", None)  # would fail
     tiny = shutil.copytree(TINY, tmp_path / "tiny")
     (tmp_path / "file").write_text("")
     shutil.copy(TINY / "model.safetensors", tmp_path / "weights.safetensors")
     source = tiny if "{tiny}" in where else files / "m.Q8_0.gguf"
     argv = "--checkpoint", source, *CALIBRATE, "--calibration", where.format(tmp=tmp_path, tiny=tiny)
-    code, out, err = cli(C, *argv)
-    assert code == 2 and not out and err.count("\n") == 1
-    with pytest.raises(AssertionError, match=says.format(tmp=tmp_path)):
-        raise AssertionError(err)
+    assert re.search(says.format(tmp=tmp_path), refused(C, *argv))
 
 
-def test_a_gguf_in_a_folder_that_cannot_be_written(files, cli, monkeypatch):
+def test_a_gguf_in_a_folder_that_cannot_be_written(files, monkeypatch, refused):
     """Its own place fails: the line says how to name another."""
     monkeypatch.setattr(C, "beside", lambda source: Path("/proc") / f"{source.stem}.calibration.safetensors")
-    code, _, err = cli(C, "--checkpoint", files / "m.Q8_0.gguf", *CALIBRATE)
-    assert code == 2 and "cannot write /proc/m.Q8_0.calibration.safetensors" in err and "--calibration FILE" in err
+    said = refused(C, "--checkpoint", files / "m.Q8_0.gguf", *CALIBRATE)
+    assert "cannot write /proc/m.Q8_0.calibration.safetensors" in said and "--calibration FILE" in said
 
 
 SCRIPTS = {
@@ -127,10 +124,9 @@ def test_every_script_takes_a_gguf_and_its_calibration(name, named, files, cli, 
     assert "warning" not in err and all(c.path in (made, None) for c in used) and used
 
 
-def test_a_peer_that_reads_folders_alone(files, cli):
+def test_a_peer_that_reads_folders_alone(files, refused):
     argv = "--checkpoint", files / "m.F16.gguf", "--peer", "transformers"
-    code, out, err = cli(bench_generate, *argv)
-    assert code == 2 and not out and err.count("\n") == 1 and "scripts.quantize" in err and "--weights fp32" in err
+    assert re.search("scripts.quantize .* --weights fp32", refused(bench_generate, *argv))
 
 
 @pytest.mark.parametrize("weights, dtype", [("bf16", torch.bfloat16), ("fp32", torch.float32)])
@@ -156,10 +152,9 @@ def test_a_plain_folder_from_a_gguf(weights, dtype, files, tmp_path, cli):
         assert torch.allclose(got(ids), theirs, atol=1e-4 * float(theirs.abs().max()))
 
 
-def test_no_head_of_its_own_in_a_plain_folder(files, tmp_path, cli):
+def test_no_head_of_its_own_in_a_plain_folder(files, tmp_path, refused):
     argv = files / "m.Q8_0.gguf", tmp_path / "out", "--weights", "bf16", "--head", "int8"
-    code, _, err = cli(quantize, *argv)
-    assert code == 2 and "--head int8 needs --weights int4 or int8" in err and not (tmp_path / "out").exists()
+    assert "--head int8 needs --weights int4 or int8" in refused(quantize, *argv) and not (tmp_path / "out").exists()
 
 
 # ---- a published model: SmolLM2, where its package is installed ----

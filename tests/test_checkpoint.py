@@ -20,44 +20,20 @@ from runtime.errors import InputError
 from weights import WeightFormat
 
 CONFIG = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    torch_dtype="float32",
-)
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=64, max_position_embeddings=128, rms_norm_eps=1e-5,
+    rope_theta=1e4, hidden_act="silu", tie_word_embeddings=False, torch_dtype="float32",
+)  # fmt: skip
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 538090408\n"
 EMBED, K_PROJ = "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"
 PARAMETERS = {  # as published; tied weights once
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.3-70b": 70_553_706_496,
-    "mistral-7b": 7_248_023_552,
-    "mistral-nemo-12b": 12_247_782_400,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "mixtral-8x7b": 46_702_792_704,
-    "mistral-small-24b": 23_572_403_200,
-    "ministral-3-8b": 8_489_553_920,
-    "smollm3-3b": 3_075_098_624,
-    "phi-4-mini": 3_836_021_760,
-    "gemma-3-270m": 268_098_176,
-}
+    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "llama-3.3-70b": 70_553_706_496,
+    "mistral-7b": 7_248_023_552, "mistral-nemo-12b": 12_247_782_400, "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704, "mistral-small-24b": 23_572_403_200, "ministral-3-8b": 8_489_553_920,
+    "smollm3-3b": 3_075_098_624, "phi-4-mini": 3_836_021_760, "gemma-3-270m": 268_098_176,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +230,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "truncated": (lambda f: truncate(f, "model.safetensors", 0.7), r"cannot read .*model\.safetensors.*truncated"),
     "empty file": (write("model.safetensors", b""), r"cannot read .*model\.safetensors"),
     "garbage": (garbage, r"cannot read .*model\.safetensors"),
+    "huge header": (huge_header, r"cannot read .*model\.safetensors"),
     "tensor missing": (weights(lambda w: w.pop(K_PROJ)), K_PROJ + " is missing"),
     "layer missing": (lambda f: change_config(f, num_hidden_layers=3), r"model\.layers\.2\..* is missing"),
     "unexpected tensor": (
@@ -279,6 +256,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
         weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.int8)})),
         K_PROJ + " .* is int8: quantized weights",
     ),
+    "shard truncated": (truncate_shard, r"cannot read .*model-00002-of-00002\.safetensors"),
     "shard missing": (remove_shard, r"index\.json names 'model-00002-of-00002\.safetensors"),
     "no weight_map": (sharded(lambda i: i.pop("weight_map")), r"index\.json has no weight_map"),
     "weight_map to a number": (sharded(lambda i: i["weight_map"].update({EMBED: 3})), r"index\.json"),

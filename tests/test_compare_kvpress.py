@@ -23,7 +23,7 @@ def command(monkeypatch, *args):
 
 
 @pytest.mark.skipif(not INSTALLED, reason="kvpress is not installed")
-def test_set_alike_they_keep_the_same_tokens(monkeypatch, tmp_path, capsys):
+def test_set_alike_they_keep_the_same_tokens(monkeypatch, tmp_path):
     out = tmp_path / "kvpress.json"
     args = ["--samples", "2", "--lengths", "320", "--keep", "1/2,1/4", "--out", str(out)]
     command(monkeypatch, *args)

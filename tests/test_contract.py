@@ -321,39 +321,35 @@ def test_a_layer_may_hold_nothing(write):
 # ---- the command ----
 
 
-def command(monkeypatch, capsys, *args):
-    """In this process -> exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["contract", *map(str, args)])
+@pytest.fixture(autouse=True)
+def as_it_is(monkeypatch):
     monkeypatch.setenv("KV_FAST_METHODS", "")
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    with pytest.raises(SystemExit) as e:
-        testing.run_cli(testing.main)
-    return e.value.code, *capsys.readouterr()
 
 
 @pytest.mark.slow
-def test_a_new_file_passes(tmp_path, monkeypatch, capsys):
+def test_a_new_file_passes(tmp_path, cli):
     file = tmp_path / "toy_new.py"
     file.write_text(TOY)
-    code, out, _ = command(monkeypatch, capsys, file)
+    code, out, _ = cli(testing, file)
     assert code == 0, out
     lines = out.splitlines()
     assert [line.split()[:2] for line in lines] == [[check, "ok"] for check in testing.FAST]
 
 
-def test_a_file_that_fails_is_told_why(tmp_path, monkeypatch, capsys):
+def test_a_file_that_fails_is_told_why(tmp_path, cli):
     file = tmp_path / "toy_crash.py"
     file.write_text(TOY.replace("B = len(pos)", "B = len(pos) + self.missing"))
     only = ["--only", "lossless,traffic", "--only", "turn"]
-    code, out, err = command(monkeypatch, capsys, file, *only)
+    code, out, err = cli(testing, file, *only)
     assert code == 1 and not err
     assert "FAILED    " in out and f"{file}:25: AttributeError: 'Toy' object has no attribute 'missing'" in out
     assert "in decode step 1 after prompts of" in out and "FAILED, the same as in lossless: traffic, turn" in out
     assert len(out.splitlines()) == 4
     assert "3 of 3 checks: lossless, traffic, turn" in out and "Traceback" not in out
-    code, out, err = command(monkeypatch, capsys, file, *only, "--traceback")
+    code, out, err = cli(testing, file, *only, "--traceback")
     assert code == 1 and "Traceback" in err
-    code, out, err = command(monkeypatch, capsys, file, *only, "--json")
+    code, out, err = cli(testing, file, *only, "--json")
     report = json.loads(out)
     assert code == 1 and not report["ok"] and report["file"] == str(file)
     assert [c["ok"] for c in report["checks"]] == [False] * 3 and report["checks"][0]["todo"]
@@ -365,31 +361,31 @@ def test_a_file_that_fails_is_told_why(tmp_path, monkeypatch, capsys):
     (TOY, ["--only", "speed"], "no check 'speed': did you mean saved? use some of lossless,"),
     (None, [], "is not a file"),
 ])  # fmt: skip
-def test_bad_input_is_one_line(source, args, message, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line(source, args, message, tmp_path, cli):
     file = tmp_path / "bad_input.py"
     if source is not None:
         file.write_text(source)
-    code, out, err = command(monkeypatch, capsys, file, *args)
+    code, out, err = cli(testing, file, *args)
     assert code == 2 and not out and message in err and len(err.splitlines()) == 1
 
 
-def test_names(tmp_path, monkeypatch, capsys):
+def test_names(cli):
     for given, message in (
         ("snapvk", "no method 'snapvk': did you mean snapkv"),
         ("snapkv,no_such=1", "no knob 'no_such'"),
         ("no_such", "no method 'no_such': give the path of a .py file, or a name that"),
     ):
-        code, _, err = command(monkeypatch, capsys, given)
+        code, _, err = cli(testing, given)
         assert code == 2 and message in err
-    code, out, _ = command(monkeypatch, capsys, ROOT / "kv_methods" / "full.py", "--only", "stress")
+    code, out, _ = cli(testing, ROOT / "kv_methods" / "full.py", "--only", "stress")
     assert code == 0 and "no limits to test" in out
-    code, out, _ = command(monkeypatch, capsys, "snapkv,decode_budget=4,decode_every=4,recent=4", "--only", "lossless")
+    code, out, _ = cli(testing, "snapkv,decode_budget=4,decode_every=4,recent=4", "--only", "lossless")
     assert code == 1 and "not dense attention" in out  # the knobs are kept in every check
-    code, out, _ = command(monkeypatch, capsys, "--list")
+    code, out, _ = cli(testing, "--list")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(CHECKS)
 
 
-def test_a_file_is_found_in_the_folders_of_ones_own(write, tmp_path, monkeypatch):
+def test_a_file_is_found_in_the_folders_of_ones_own(write):
     name = write("toy_found", TOY)
     assert testing.load(f"{name}.py") == name
     with pytest.raises(InputError, match="is not a file, here or in a folder of KV_FAST_METHODS"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracle_double_sparsity import LabelHead, Probe, attended, random_keys, rotated
+from oracle_double_sparsity import LabelHead, Probe, attended, random_keys
+from oracles import rotated
 
 from cache.base import connected
 from cache.calibration import Calibration
@@ -177,13 +178,6 @@ def test_bytes_per_token(bits, label):
 
 
 # ---- offload ----
-
-
-def test_defaults_are_the_papers():
-    a, b = (method_class(n).Args() for n in ("double_sparsity", "double_sparsity_offload"))
-    assert (a.channels, a.ranking, a.label_bits, a.budget, a.sinks, a.recent) == (0.25, "qk", 4, 0.0625, 0, 1)
-    assert (b.channels, b.ranking, b.label_bits, b.budget, b.sinks, b.recent) == (0.25, "qk", 4, 0.0625, 0, 16)
-    assert b.predict and method_class("double_sparsity").skip_layers == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -60,24 +60,26 @@ def decoded(model, step=None, rows=3, steps=6):
 # ---- products ----
 
 
-def product(seed, rows, bits, group, form, dtype, backend, monkeypatch, experts=5, out=32, n=96):
+def product(
+    seed, rows, bits, group, form, dtype, backend, monkeypatch, experts=5, out=32, n=96, most=(1e-4, 2e-2), device="cpu"
+):
+    """most: the error in fp32 and in bf16, of the largest number."""
     monkeypatch.setattr(kernels.backend, "BACKEND", backend)
     gen = torch.Generator().manual_seed(seed)
     x, expert = torch.randn(rows, n, generator=gen).to(dtype), torch.randint(experts, (rows,), generator=gen)
     if bits == 32:
         w = torch.randn(experts * out, n, generator=gen).to(dtype)
-        got = kernels.experts.dense_experts(x, expert, w, experts)
+        got = kernels.experts.dense_experts(x.to(device), expert.to(device), w.to(device), experts)
     else:
         c = None if bits == 16 else codes(gen, experts * out, n, bits, group, form)
         layer = PackedLinear(n, experts * out, False, c.layout if c else Layout(16))
         w = torch.randn(experts * out, n, generator=gen).bfloat16()
         layer.put(0, c or w)
         w = torch.from_numpy(by_hand(c)) if c else w
-        got = kernels.experts.packed_experts(x, expert, *layer.weight, bits, experts)
+        got = kernels.experts.packed_experts(x.to(device), expert.to(device), *layer.to(device).weight, bits, experts)
     want = torch.einsum("ni,noi->no", x.double(), w.double().view(experts, out, n)[expert])
     assert got.shape == (rows, out) and got.dtype == dtype
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    assert (got.double() - want).abs().max() < tolerance * want.abs().max()
+    assert (got.double().cpu() - want).abs().max() < most[dtype == torch.bfloat16] * want.abs().max()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -388,14 +388,6 @@ SETTINGS_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", SETTINGS_REFUSED)
-def test_settings_refused(what, tmp_path):
-    said, message = SETTINGS_REFUSED[what]
-    folder = write_folder(tmp_path / "a", CONFIG, said, {"a": torch.zeros(1)})
-    with pytest.raises(InputError, match=message):
-        open_checkpoint(folder)
-
-
 GPTQ_BROKEN = {
     "order": (lambda m: m.update(g_idx=m["g_idx"].flip(0)), "act-order"),
     "nan": (lambda m: m["scales"].fill_(float("nan")), "NaN"),
@@ -405,15 +397,6 @@ GPTQ_BROKEN = {
     "bias": (lambda m: m.update(bias=torch.ones(24)), "bias.*not zero"),
     "vector": (lambda m: m.update(qzeros=m["qzeros"].flatten()), "matrices"),
 }
-
-
-@pytest.mark.parametrize("what", GPTQ_BROKEN)
-def test_gptq_broken(what, tmp_path):
-    change, message = GPTQ_BROKEN[what]
-    module = pack_gptq(*random_codes(128, 24, 32, 4, True)[:3], 32, 4, 1)
-    change(module)
-    with pytest.raises(InputError, match=message):
-        list(open_checkpoint(write_folder(tmp_path / "a", CONFIG, gptq_settings(), {NAME: module})).tensors())
 
 
 # ---- compressed-tensors ----
@@ -511,13 +494,6 @@ CT_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", CT_REFUSED)
-def test_compressed_tensors_refused(what, tmp_path):
-    said, message = CT_REFUSED[what]
-    with pytest.raises(InputError, match=message):
-        open_checkpoint(write_folder(tmp_path / "a", CONFIG, said, {"a": torch.zeros(1)}))
-
-
 def ct_module(out=8, n=64):
     return dict(weight_packed=torch.zeros(out, n // 8, dtype=torch.int32), weight_shape=torch.tensor([out, n]),
                 weight_scale=torch.ones(out, n // 32))  # fmt: skip
@@ -533,15 +509,6 @@ CT_BROKEN = {
     "not quantized": (lambda m: (m.pop("weight_packed"), m.update(weight=torch.zeros(8, 64))), "float32 beside"),
     "negative": (lambda m: m.update(weight_shape=torch.tensor([-8, 64])), "weight_shape"),
 }
-
-
-@pytest.mark.parametrize("what", CT_BROKEN)
-def test_compressed_tensors_broken(what, tmp_path):
-    change, message = CT_BROKEN[what]
-    module = ct_module()
-    change(module)
-    with pytest.raises(InputError, match=message):
-        list(open_checkpoint(write_folder(tmp_path / "a", CONFIG, CT, {NAME: module})).tensors())
 
 
 # ---- FP8 ----
@@ -600,29 +567,40 @@ def test_fp8(what, tmp_path, capsys):
 
 
 FP8_BROKEN = {
-    "no scale": (lambda t: t.pop(f"{NAME}.weight_scale_inv"), "weight_scale_inv is missing"),
-    "scales": (lambda t: t.update({f"{NAME}.weight_scale_inv": torch.ones(2, 2)}), r"expected \[1, 2\]"),
-    "nan": (lambda t: t[f"{NAME}.weight"].view(torch.uint8).fill_(127), "holds NaN"),
-    "infinite": (lambda t: t[f"{NAME}.weight_scale_inv"].fill_(float("inf")), "infinity"),
-    "plain": (lambda t: t.update({f"{NAME}.weight": torch.ones(16, 64)}), "scales no weight in float8_e4m3fn"),
-    "block": (dict(weight_block_size=[16]), "weight_block_size"),
-    "format": (dict(fmt="e5m2"), "fmt = 'e5m2'"),
-    "activations": (dict(activation_scheme="group"), "activation_scheme"),
+    "no scale": (lambda m: m.pop("weight_scale_inv"), "weight_scale_inv is missing"),
+    "scales": (lambda m: m.update(weight_scale_inv=torch.ones(2, 2)), r"expected \[1, 2\]"),
+    "nan": (lambda m: m["weight"].view(torch.uint8).fill_(127), "holds NaN"),
+    "infinite": (lambda m: m["weight_scale_inv"].fill_(float("inf")), "infinity"),
+    "plain": (lambda m: m.update(weight=torch.ones(16, 64)), "scales no weight in float8_e4m3fn"),
+}
+FP8_REFUSED = {
+    "block": (FP8 | dict(weight_block_size=[16]), "weight_block_size"),
+    "format": (FP8 | dict(fmt="e5m2"), "fmt = 'e5m2'"),
+    "activations": (FP8 | dict(activation_scheme="group"), "activation_scheme"),
 }
 
 
-@pytest.mark.parametrize("what", FP8_BROKEN)
-def test_fp8_broken(what, tmp_path):
-    change, message = FP8_BROKEN[what]
-    tensors = {
-        f"{NAME}.weight": torch.ones(16, 64).to(torch.float8_e4m3fn),
-        f"{NAME}.weight_scale_inv": torch.ones(1, 2),
-    }
-    if callable(change):
-        change(tensors)
-    folder = write_folder(tmp_path / "a", CONFIG, FP8 | ({} if callable(change) else change), tensors)
+def broken():
+    """What quantizers wrote, and a change to a module."""
+    gptq = lambda: pack_gptq(*random_codes(128, 24, 32, 4, True)[:3], 32, 4, 1)  # noqa: E731
+    fp8 = lambda: dict(weight=torch.ones(16, 64).to(torch.float8_e4m3fn), weight_scale_inv=torch.ones(1, 2))  # noqa: E731
+    for kind, said, module, changes in (("gptq", gptq_settings(), gptq, GPTQ_BROKEN), ("ct", CT, ct_module, CT_BROKEN),
+                                        ("fp8", FP8, fp8, FP8_BROKEN)):  # fmt: skip
+        for what, (change, message) in changes.items():
+            yield pytest.param(said, module, change, message, id=f"{kind}: {what}")
+
+
+@pytest.mark.parametrize("said, module, change, message", list(broken()))
+def test_a_broken_module(said, module, change, message, tmp_path):
+    change(tensors := module())
     with pytest.raises(InputError, match=message):
-        list(open_checkpoint(folder).tensors())
+        list(open_checkpoint(write_folder(tmp_path / "a", CONFIG, said, {NAME: tensors})).tensors())
+
+
+@pytest.mark.parametrize("said, message", [*SETTINGS_REFUSED.values(), *CT_REFUSED.values(), *FP8_REFUSED.values()])
+def test_settings_refused(said, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        open_checkpoint(write_folder(tmp_path / "a", CONFIG, said, {"a": torch.zeros(1)}))
 
 
 def test_scales_of_a_cache_are_not_used(tmp_path):

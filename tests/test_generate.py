@@ -20,7 +20,7 @@ from engine.decode import LAG, Batch, Session, make_step
 from loading import named as N
 from loading.checkpoint import load_checkpoint
 from loading.tokenizer import load_tokenizer
-from runtime.errors import InputError, run_cli
+from runtime.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -29,16 +29,6 @@ TINY = ROOT / "models" / "tiny"
 @pytest.fixture(scope="module")
 def tiny():
     return load_checkpoint(TINY), load_tokenizer(TINY)
-
-
-def run(capsys, *argv, stdin=None, monkeypatch=None):
-    """Exit code, stdout and stderr of `generate.py argv`, in this process."""
-    if stdin is not None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-    with pytest.raises(SystemExit) as e:
-        run_cli(lambda: G.main(list(argv)))
-    out = capsys.readouterr()
-    return e.value.code, out.out, out.err
 
 
 def session(model, method, prompts, n, sampling=None, **knobs):
@@ -137,10 +127,10 @@ ARGV = ("--prompt", "import os", "--max-new-tokens", "8")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_logits_that_are_not_finite_end_the_text_with_a_line(value, whole, capsys, monkeypatch):
+def test_logits_that_are_not_finite_end_the_text_with_a_line(value, whole, monkeypatch, cli):
     tk, tokens = whole
     spoil_logits(monkeypatch, 3, value)
-    code, out, err = run(capsys, *ARGV)
+    code, out, err = cli(G, *ARGV)
     assert code == 2 and out == tk.decode(tokens[:3]) + "\n"
     assert err.startswith("error: logits are NaN or infinite at step 3:") and err.count("\n") == 1
     assert "--method full" in err and "--dtype" not in err  # it is fp32
@@ -148,15 +138,15 @@ def test_logits_that_are_not_finite_end_the_text_with_a_line(value, whole, capsy
 
 @pytest.mark.parametrize("flags, tried", [("--dtype fp16", "--dtype"), ("--kv-dtype fp16", "--kv-dtype"),
                                           ("--dtype fp16 --kv-dtype fp32", "--dtype")])  # fmt: skip
-def test_what_to_try_fits_the_dtype_that_overflowed(flags, tried, capsys, monkeypatch):
+def test_what_to_try_fits_the_dtype_that_overflowed(flags, tried, monkeypatch, cli):
     spoil_logits(monkeypatch, 1, float("inf"))
-    code, _, err = run(capsys, *ARGV, *flags.split())
-    assert code == 2 and err.endswith(f"fp16 holds no number above 65504; try {tried} bf16 or fp32\n"), err
+    _, _, err = cli(G, *ARGV, *flags.split())
+    assert err.endswith(f"fp16 holds no number above 65504; try {tried} bf16 or fp32\n"), err
 
 
-def test_batches_before_a_failure_are_kept(whole, capsys, monkeypatch):
+def test_batches_before_a_failure_are_kept(whole, monkeypatch, cli):
     spoil_logits(monkeypatch, 10)  # the third step of the second batch
-    code, out, err = run(capsys, "--prompt", "import os", "import os", "--batch-size", "1", *ARGV[2:], "--json")
+    code, out, err = cli(G, "--prompt", "import os", "import os", "--batch-size", "1", *ARGV[2:], "--json")
     assert code == 2 and json.loads(out)["tokens"] == [whole[1], whole[1][:3]] and "at step 3" in err
 
 
@@ -169,15 +159,15 @@ def test_a_row_that_is_done_may_be_anything(tiny, monkeypatch):
     assert session(model, "full", prompts, 8).run(prompts, 8, stop).tokens[1] == [t for t in free[1] if t not in stop]
 
 
-def test_ctrl_c_prints_what_there_is_and_exits_130(whole, capsys, monkeypatch):
+def test_ctrl_c_prints_what_there_is_and_exits_130(whole, monkeypatch, cli):
     fail_after(monkeypatch, 4, KeyboardInterrupt)
-    code, out, err = run(capsys, "--prompt", "import os", "import os", "--batch-size", "1", *ARGV[2:], "--json")
+    code, out, err = cli(G, "--prompt", "import os", "import os", "--batch-size", "1", *ARGV[2:], "--json")
     assert code == 130 and json.loads(out)["tokens"] == [whole[1][:4]] and err == "interrupted\n"
 
 
-def test_a_prompt_whose_logits_are_nan_is_one_line(capsys, monkeypatch):
+def test_a_prompt_whose_logits_are_nan_is_one_line(monkeypatch, cli):
     monkeypatch.setattr(M.Transformer, "prefill", lambda self, t, n: torch.full((1, 512), float("nan")))
-    code, out, err = run(capsys, *ARGV)
+    code, out, err = cli(G, *ARGV)
     assert code == 2 and not out.strip() and "at step 0" in err and err.count("\n") == 1
 
 
@@ -229,16 +219,16 @@ def test_capacities_are_rounded_up_by_at_most_half():
 # ---- the command line ----
 
 
-def test_text_streams_to_stdout_and_the_summary_to_stderr(capsys):
-    code, out, err = run(capsys, "--prompt", "import os", "--max-new-tokens", "12")
+def test_text_streams_to_stdout_and_the_summary_to_stderr(cli):
+    code, out, err = cli(G, "--prompt", "import os", "--max-new-tokens", "12")
     assert code == 0 and out.strip()
     for word in ("prefill:", "decode:", "KV cache (full)", "1.000 of full", "peak memory"):
         assert word in err
 
 
-def test_json_object(capsys):
+def test_json_object(cli):
     argv = "--max-new-tokens 5 --json --method self_index --sinks 4"
-    code, out, err = run(capsys, "--prompt", "import os", "def f", *argv.split())
+    code, out, err = cli(G, "--prompt", "import os", "def f", *argv.split())
     data = json.loads(out)
     assert code == 0 and not err
     assert set(data) >= {
@@ -251,32 +241,32 @@ def test_json_object(capsys):
     assert data["kv_bytes"] > 0 and data["decode_tokens_per_s"] > 0
 
 
-def test_batch_size_repeats_one_prompt_and_splits_many(capsys):
-    one = json.loads(run(capsys, "--prompt", "import", "--batch-size", "3", "--max-new-tokens", "4", "--json")[1])
+def test_batch_size_repeats_one_prompt_and_splits_many(cli):
+    one = json.loads(cli(G, "--prompt", "import", "--batch-size", "3", "--max-new-tokens", "4", "--json")[1])
     assert len(one["tokens"]) == 3 and len({tuple(t) for t in one["tokens"]}) == 1
     argv = ["--prompt", "a", "import os", "def f", "--batch-size", "2", "--max-new-tokens", "4", "--json"]
-    many = json.loads(run(capsys, *argv)[1])
+    many = json.loads(cli(G, *argv)[1])
     assert many["prompt_tokens"] == [len(load_tokenizer(TINY).encode(t)) for t in ("a", "import os", "def f")]
 
 
 WINDOWS = b"\xef\xbb\xbfimport os\r\nimport sys\r\n"  # a byte order mark, and CRLF
 
 
-def test_text_from_windows_is_the_same_text(capsys, tmp_path, monkeypatch):
+def test_text_from_windows_is_the_same_text(tmp_path, cli):
     """In a file, on standard input, and as turns."""
     runs = []
     for text in (WINDOWS, b"import os\nimport sys\n"):
         (tmp_path / "p.txt").write_bytes(text)
-        argv, stdin = ("--max-new-tokens", "6", "--json"), dict(stdin=text, monkeypatch=monkeypatch)
+        argv = ("--max-new-tokens", "6", "--json")
         for given in (["--prompt-file", str(tmp_path / "p.txt")], ["--prompt", "-"], ["--interactive"]):
-            out = json.loads(run(capsys, *given, *argv, **stdin)[1])
+            out = json.loads(cli(G, *given, *argv, stdin=text)[1])
             runs.append((out["tokens"], out["prompt_tokens"]))
     assert runs[0] == runs[1] == runs[3] == runs[4] and runs[2] == runs[5] and len(runs[2][0]) == 2
 
 
-def test_a_turn_that_is_not_utf8_is_a_line(capsys, monkeypatch):
+def test_a_turn_that_is_not_utf8_is_a_line(cli):
     argv = ("--interactive", "--max-new-tokens", "4", "--json")
-    code, out, err = run(capsys, *argv, stdin=b"caf\xe9\nimport os\n", monkeypatch=monkeypatch)
+    code, out, err = cli(G, *argv, stdin=b"caf\xe9\nimport os\n")
     assert code == 0 and len(json.loads(out)["tokens"]) == 1
     assert err == "error: the line is not UTF-8: invalid continuation byte at byte 3\n"
 
@@ -294,10 +284,10 @@ def test_tokens_without_an_embedding_are_a_line(tiny):
             call()
 
 
-def test_interactive_turns_continue_the_same_cache(capsys, monkeypatch, tiny):
+def test_interactive_turns_continue_the_same_cache(tiny, cli):
     model, tk = tiny
     argv = ["--interactive", "--max-new-tokens", "5", "--json"]
-    code, out, _ = run(capsys, *argv, stdin=b"import os\nThe code\n/exit\n", monkeypatch=monkeypatch)
+    code, out, _ = cli(G, *argv, stdin=b"import os\nThe code\n/exit\n")
     first, second = json.loads(out)["tokens"]
     ids = tk.encode("import os", bos=True)
     for turn, answer in (("", first), ("\nThe code", second)):
@@ -309,30 +299,30 @@ def test_interactive_turns_continue_the_same_cache(capsys, monkeypatch, tiny):
     assert code == 0 and len(first) == len(second) == 5
 
 
-def test_stop_strings_and_a_penalty_from_the_command_line(capsys):
+def test_stop_strings_and_a_penalty_from_the_command_line(cli):
     argv = ["--prompt", "import os\n", "--max-new-tokens", "24", "--json", "--repetition-penalty", "1.3"]
-    free = json.loads(run(capsys, *argv)[1])["text"][0]
+    free = json.loads(cli(G, *argv)[1])["text"][0]
     stop = [free[5:8], "not there"]
-    assert json.loads(run(capsys, *argv, "--stop", *stop)[1])["text"][0] == free[: free.find(stop[0])]
+    assert json.loads(cli(G, *argv, "--stop", *stop)[1])["text"][0] == free[: free.find(stop[0])]
     assert free == E.LLM().generate("import os\n", 24, E.Sampling(repetition_penalty=1.3))[0].text
 
 
-def test_interactive_reset_starts_over(capsys, monkeypatch):
+def test_interactive_reset_starts_over(cli):
     argv = ["--interactive", "--max-new-tokens", "4", "--json", "--method", "self_index"]
     stdin = b"import os\nmore\n/reset\nimport os\n"
-    tokens = json.loads(run(capsys, *argv, stdin=stdin, monkeypatch=monkeypatch)[1])["tokens"]
+    tokens = json.loads(cli(G, *argv, stdin=stdin)[1])["tokens"]
     assert tokens[0] == tokens[2]
 
 
-def test_profile_writes_a_trace(capsys, tmp_path):
+def test_profile_writes_a_trace(tmp_path, cli):
     trace = tmp_path / "t.json"
-    assert run(capsys, "--prompt", "a", "--max-new-tokens", "3", "--profile", str(trace))[0] == 0
+    assert cli(G, "--prompt", "a", "--max-new-tokens", "3", "--profile", str(trace))[0] == 0
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_list_methods_names_every_file_knob_and_paper(capsys, monkeypatch, tmp_path):
+def test_list_methods_names_every_file_knob_and_paper(monkeypatch, tmp_path, cli):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code, out, _ = run(capsys, "--list-methods")
+    code, out, _ = cli(G, "--list-methods")
     assert code == 0 and all(f"{name}: " in out for name in method_files())
     assert "budget=160" in out and "Xiao et al. 2024" in out
     (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
@@ -380,10 +370,10 @@ def test_without_the_environment_one_line_says_what_to_do(argv):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"has no PyTorch: {said}" in done.stderr
 
 
-def test_random_init_needs_no_checkpoint(capsys, monkeypatch):
+def test_random_init_needs_no_checkpoint(monkeypatch, cli):
     small = dict(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=300, rope=dict())
     monkeypatch.setitem(N.NAMED, "small", small)
-    code, out, _ = run(capsys, "--random-init", "small", "--prompt", "hello", "--max-new-tokens", "3", "--json")
+    code, out, _ = cli(G, "--random-init", "small", "--prompt", "hello", "--max-new-tokens", "3", "--json")
     data = json.loads(out)
     assert code == 0 and data["prompt_tokens"] == [5] and len(data["tokens"][0]) == 3
 
@@ -426,14 +416,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(name, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(name, refused):
     argv, says = BAD[name]
-    code, out, err = run(capsys, *argv)
-    assert code == 2 and not out
-    assert err.startswith("error: ") and err.count("\n") == 1 and says in err, err
+    assert says in refused(G, *argv)
 
 
-def test_system_message_and_template_variables(tmp_path, capsys, monkeypatch):
+def test_system_message_and_template_variables(tmp_path, cli):
     """They reach the template, from the command line and the library, in one turn and in a conversation."""
     folder = tmp_path / "chat"
     shutil.copytree(TINY, folder)
@@ -452,23 +440,19 @@ def test_system_message_and_template_variables(tmp_path, capsys, monkeypatch):
         talk.forget()
     given = ["--checkpoint", str(folder), "--chat", "--system", "Be brief.", "--chat-arg", "think=true", "--json"]
     for argv, stdin in ((["--prompt", "import os"], None), (["--interactive"], b"import os\n")):
-        code, out, _ = run(capsys, *given, *argv, "--max-new-tokens", "4", stdin=stdin, monkeypatch=monkeypatch)
+        code, out, _ = cli(G, *given, *argv, "--max-new-tokens", "4", stdin=stdin)
         assert code == 0 and json.loads(out)["tokens"] == [tokens]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_cuda_without_a_gpu(capsys):
-    code, _, err = run(capsys, "--prompt", "a", "--device", "cuda")
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+def test_cuda_without_a_gpu(refused):
+    assert refused(G, "--prompt", "a", "--device", "cuda")
 
 
-def test_prompt_file_that_is_not_utf8(capsys, tmp_path, monkeypatch):
+def test_prompt_file_that_is_not_utf8(tmp_path, refused):
     f = tmp_path / "latin.txt"
     f.write_bytes(b"caf\xe9")
-    code, _, err = run(capsys, "--prompt-file", str(f))
-    assert code == 2 and "UTF-8" in err
-    code, _, err = run(capsys, "--prompt", "-", stdin=b"\xff", monkeypatch=monkeypatch)
-    assert code == 2 and "UTF-8" in err
+    assert "UTF-8" in refused(G, "--prompt-file", f) and "UTF-8" in refused(G, "--prompt", "-", stdin=b"\xff")
 
 
 def test_a_real_process_exits_2_without_a_traceback():

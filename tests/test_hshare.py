@@ -7,7 +7,7 @@ import torch
 
 from cache.base import connected
 from cache.calibration import Calibration
-from cache.spec import make_args, method_class, presets
+from cache.spec import make_args, method_class
 from kv_methods.hshare import chosen_of, greedy
 from model import ModelArgs
 
@@ -28,13 +28,8 @@ class Row:
 
     def __init__(self, q, k, length, budget, sinks, recent, layer_ratio, head_ratio, steps, queries, **_):
         self.q, self.k, self.budget, self.sinks, self.recent, self.steps = (
-            q.double(),
-            k.double(),
-            budget,
-            sinks,
-            recent,
-            steps,
-        )
+            q.double(), k.double(), budget, sinks, recent, steps,
+        )  # fmt: skip
         self.kept = [channels()[f"layers.{i}.channels.qk"][:, :R] for i in range(L)]
         told = [
             [[self.critical(i, h, length - 1 - back) for h in range(H)] for back in range(queries)] for i in range(L)
@@ -127,13 +122,3 @@ def test_the_published_order_of_taking():
     assert greedy(alike, 2).tolist() == [[0, 1, 0, 0]]
     assert greedy(alike, 3).tolist() == [[0, 0, 0, 0]]
     assert [chosen_of(32, x) for x in (0.75, 0.5, 0.0)] == [24, 16, 1]
-
-
-def test_presets():
-    cls = method_class("hshare")
-    a = make_args(cls, presets()["hshare-4k"][1])
-    assert (a.sinks, a.budget - a.sinks - a.recent, a.recent) == (16, 432, 64)
-    assert (a.layer_ratio, a.head_ratio, a.steps) == (0.75, 0.75, 2)
-    a = make_args(cls, presets()["hshare-128"][1])  # published configuration of GSM8K and CoQA
-    assert (a.sinks, a.budget - a.sinks - a.recent, a.recent) == (8, 88, 32)
-    assert (a.layer_ratio, a.head_ratio, a.steps) == (0.5, 0.5, 2)

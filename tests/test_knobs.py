@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.grammar import method_files
-from cache.spec import knob_names, make_args, method_class
+from cache.grammar import method_files, parse_spec
+from cache.spec import knob_names, make_args, method_class, resolve
 from model import ModelArgs
 from runtime.errors import InputError
 from scripts.contract.harness import prompt, run, tiny
@@ -64,6 +64,68 @@ def test_wrong_knobs_are_input_errors(name):
         with pytest.raises(InputError) as e:
             make(name, knobs)
         assert "\n" not in str(e.value), knobs
+
+
+SNAPKV = ("pool=max,group=mean,decode_slots=512,decode_budget=None,decode_every=64,safeguard=0.2,value_aware=False,"
+          "first_stage=0.5,chunk_length=0,min_tokens=128")  # fmt: skip
+ADAPTIVE = "adaptive=True,decode_slots=512,value_aware=False,first_stage=0.5,chunk_length=0,min_tokens=128"
+
+
+@pytest.mark.parametrize("spec", [  # ours: min_tokens
+    "h2o,heavy=0.1,recent=0.1,min_tokens=128", "tova,budget=0.125,recent=0,heads=layer,min_tokens=128",
+    f"snapkv,budget=1024,recent=32,kernel=7,adaptive=False,{SNAPKV}",
+    f"pyramidkv,budget=2048,recent=8,beta=20.0,kernel=7,adaptive=False,{SNAPKV}",
+    f"rocket,budget=1024,recent=32,kernel=63,kept=None,attended=None,page=3,channels=0.5,adaptive=False,{SNAPKV}",
+    f"expected_attention,budget=0.5,recent=0,sinks=4,future=512,covariance=True,value_norm=True,epsilon=0.01,"
+    f"queries=prompt,safeguard=0.2,{ADAPTIVE}",
+    f"kvzip,budget=0.3,recent=0,sinks=4,chunk=2048,tail=8,safeguard=0.0,{ADAPTIVE}",
+    f"compactor,budget=0.5,recent=4,sinks=8,block=256,sketch=48,blend=0.5,seed=0,safeguard=0.0,{ADAPTIVE}",
+    "attention_matching,budget=0.1,recent=0,keys=attention,queries=prompt,samples=512,decode_slots=512,min_tokens=128",
+    "rkv,budget=1024,recent=8,buffer=128,mix=0.1,kernel=7,alike=0.5,spared=1,min_tokens=128",
+    "keydiff,budget=2048,recent=0,min_tokens=128", "knorm,budget=0.5,recent=0,min_tokens=128",
+    "qfilters,budget=512,recent=64,min_tokens=128", "lagkv,ratio=0.5,sinks=16,lag=1024",
+    "triattention,budget=2048,recent=0,buffer=128,reach=65536,queries=calibration,min_tokens=128",
+    "double_sparsity,channels=0.25,ranking=qk,label_bits=4,budget=0.0625,sinks=0,recent=1",
+    "double_sparsity_offload,channels=0.25,ranking=qk,label_bits=4,budget=0.0625,sinks=0,recent=16,predict=True",
+    "razor,induction=0.14,echo=0.01,sinks=4,window=4000,share=0.2,compensation=True,protect=retrieval,"
+    "retrieval_method=full,full_up_to=0", "quest,page=16,sinks=0,recent=1,budget=1024",
+    "sparq,budget=129,recent=33,channels=0.25,copies=2", "loki,budget=0.25,dims=0.25,calibrated=after",
+])  # fmt: skip
+def test_defaults_are_the_papers(spec):
+    (part,) = parse_spec(spec)
+    cls = method_class(part.name)
+    assert make_args(cls, part.knobs) == cls.Args()
+
+
+OJAKV = ("adapt=True,n_start=32,n_recent=32,update_every=32,query_window=32,rule=sequential,important=0.05,"
+         "eta_prefill=0.1,eta_decode=0.05")  # fmt: skip
+
+
+@pytest.mark.parametrize("preset, spec", [
+    ("sals-25", "sals,rank=0.25,score_rank=0.5,value_bits=4"),
+    ("sals-12.5", "sals,rank=0.125,score_rank=0.5,value_bits=2"),
+    ("sals-25-4k", "sals,rank=0.25,value_bits=4,budget=512,budget_of=all,sinks=16,recent=64"),
+    ("sals-25-32k", "sals,rank=0.25,value_bits=4,budget=1024,budget_of=all,sinks=32,recent=128"),
+    ("sals-25-gsm8k", "sals,rank=0.25,value_bits=4,budget=0.25,budget_of=rest,sinks=0,recent=128"),
+    ("ojakv-0.8", f"ojakv,rank=0.8,{OJAKV}"), ("ojakv-0.6", f"ojakv,rank=0.6,{OJAKV}"),
+    ("ojakv-snapkv", f"ojakv,rank=0.6,keep=0.5,{OJAKV}"), ("static_pca_h", "ojakv,adapt=False,n_start=32,n_recent=32"),
+    ("static_pca", "ojakv,adapt=False,n_start=0,n_recent=0,latent=False"),
+    ("eigen", "ojakv,adapt=False,n_start=0,n_recent=0,latent=True"),
+    ("hshare-4k", "hshare,budget=512,sinks=16,recent=64,layer_ratio=0.75,head_ratio=0.75,steps=2"),
+    ("hshare-128", "hshare,budget=128,sinks=8,recent=32,layer_ratio=0.5,head_ratio=0.5,steps=2"),  # GSM8K and CoQA
+    ("quest-160", "quest,budget=160"), ("quest-7.5", "quest,budget=0.075"), ("snapkv-50", "snapkv,budget=0.5"),
+    ("snapkv-160", "snapkv,budget=160"), ("loki-4k", "loki,budget=512,sinks=16,recent=64"),
+    ("double_sparsity-4k", "double_sparsity,budget=512,sinks=16,recent=64"),
+])  # fmt: skip
+def test_presets_are_rows_of_the_papers(preset, spec):
+    (cls, knobs), (part,) = resolve(preset), parse_spec(spec)
+    assert cls is method_class(part.name) and make_args(cls, knobs) == make_args(cls, part.knobs)
+
+
+def test_layers_that_the_papers_leave_dense():
+    sals = method_class("sals")
+    assert sals.skip_layers == (0, 1, -1) and sals.skip_knobs["budget"] == 1.0
+    assert method_class("double_sparsity").skip_layers == (0, 1)
 
 
 @pytest.mark.parametrize("name, knobs, sizes, says", [

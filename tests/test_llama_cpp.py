@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from engine import LLM
 from loading.checkpoint import load_checkpoint, random_transformer
 from model import ModelArgs
-from runtime.errors import run_cli
 from runtime.machine import TINY
 from scripts.bench import bench_generate
 from scripts.bench.llama_cpp import LlamaCpp, kind_of, write_gguf
@@ -68,6 +67,8 @@ for n in map(int, a[a.index("-n") + 1].split(",")):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(timing, "PROBE_BYTES", dict(cpu=1 << 16, cuda=1 << 20))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
 
 
 @pytest.fixture
@@ -81,21 +82,14 @@ def program(tmp_path):
     return write
 
 
-def run(monkeypatch, capsys, *argv):
-    """-> exit code, what is printed, what is said on stderr"""
-    flags = ["--mode", "eager", "--new", "4", "--rounds", "2", "--json"]
-    monkeypatch.setattr(sys, "argv", ["bench_generate.py", *argv, *flags])
-    with pytest.raises(SystemExit) as end, torch._dynamo.config.patch(recompile_limit=8):
-        run_cli(bench_generate.main)
-    out, err = capsys.readouterr()
-    return end.value.code, out, err
+RUN = ("--mode", "eager", "--new", "4", "--rounds", "2", "--json")
 
 
-def test_it_takes_turns_with_ours(program, monkeypatch, capsys):
+def test_it_takes_turns_with_ours(program, cli):
     file, log = program()
     argv = ["--peer", f"llama.cpp:{file}", "--batch", "1", "2", "--length", "32", "--weights", "int8"]
     argv += ["--kv-dtype", "bf16"]
-    code, out, err = run(monkeypatch, capsys, *argv)
+    code, out, err = cli(bench_generate, *argv, *RUN)
     assert code == 0, err
     rows = {(r["batch"], r["run"]): r for r in json.loads(out)["rows"]}
     theirs = rows[1, "llama.cpp Q8_0"]
@@ -111,7 +105,7 @@ def test_it_takes_turns_with_ours(program, monkeypatch, capsys):
         os.kill(calls[0][0], 0)
 
 
-def test_its_process_is_stopped_while_others_have_their_turn(program, tmp_path):
+def test_its_process_is_stopped_while_others_have_their_turn(program):
     file, log = program()
     model = random_transformer(ModelArgs(**SIZES), "cpu", torch.float32, seed=1)
     run = LlamaCpp(Work(model, 1, 16, 5, True), str(file), 1)
@@ -137,17 +131,16 @@ def test_its_process_is_stopped_while_others_have_their_turn(program, tmp_path):
         state()
 
 
-def test_one_that_fails_is_a_line(program, monkeypatch, capsys):
+def test_one_that_fails_is_a_line(program, cli):
     file, _ = program("sys.exit('error: no such model')")
-    code, out, _ = run(monkeypatch, capsys, "--peer", f"llama.cpp:{file}", "--batch", "1", "--length", "16")
+    code, out, _ = cli(bench_generate, "--peer", f"llama.cpp:{file}", "--batch", "1", "--length", "16", *RUN)
     rows = {r["run"]: r for r in json.loads(out)["rows"]}
     assert code == 0 and rows["llama.cpp F32"]["error"].endswith("llama-bench ended: error: no such model")
     assert "tokens_per_s" in rows["full eager"]
 
 
-def test_what_is_no_program_is_refused(monkeypatch, capsys):
-    code, out, err = run(monkeypatch, capsys, "--peer", f"llama.cpp:{TINY}")
-    assert code == 2 and not out and "llama-bench" in err and err.count("\n") == 1
+def test_what_is_no_program_is_refused(refused):
+    assert "llama-bench" in refused(bench_generate, "--peer", f"llama.cpp:{TINY}")
 
 
 PROGRAM = Path(os.environ.get("KV_FAST_LLAMA_CPP", ""), "llama-completion")

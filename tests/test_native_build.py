@@ -122,7 +122,7 @@ def test_a_cache_that_cannot_be_written(copier, monkeypatch, tmp_path):
     assert build.openmp() != "-lgomp", "torch brings its own"
 
 
-def test_without_a_home(copier, monkeypatch, tmp_path):
+def test_without_a_home(copier, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: Path.cwd() / Path(os.devnull) / "nobody")
     assert native.available() and works()
@@ -133,12 +133,6 @@ def test_without_a_home(copier, monkeypatch, tmp_path):
     forget()
     monkeypatch.setattr(Path, "home", homeless)
     assert native.available() and works() and copier() == 2
-
-
-def test_it_is_compiled_once(copier, tmp_path):
-    assert works() and works() and copier() == 1
-    forget()
-    assert works() and copier() == 1, "the next process finds it"
 
 
 @pytest.mark.slow
@@ -213,7 +207,7 @@ def load():
 
 def test_what_we_made_is_loaded_again(copier, folder):
     path = load()
-    assert path.parent == folder and load() == path and copier() == 1
+    assert path.parent == folder and load() == path and works() and works() and copier() == 1
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o700
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracle_ojakv import OjaRow, energy_rank, oja, residual_energy
-from oracles import rotate
+from oracles import rotated
 
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class, resolve
@@ -98,14 +98,6 @@ def layer(knobs, g, h, d, batch, T, calib=None, dtype=torch.float32, device="cpu
     return ojakv()(make_args(ojakv(), dict(min_tokens=0) | knobs), shape, 0, rope, calib)
 
 
-def rotated(rope, x, n):
-    """x [H, n, D] float32 -> rotated in float32, whose angles are good to 1e-5 only; float64 from there on."""
-    got = rope.rotate_prompt(x[None, :, :n])[0].double().numpy()
-    want = np.stack([rotate(x.double().numpy()[:, t], t) for t in range(n)], 1)
-    assert np.abs(got - want).max() < 2e-4
-    return got
-
-
 def oracle_knobs(args, calib, d):
     """The method's knobs -> the oracle's, ranks worked out (Appendix A.2; docs/design.md, OjaKV)."""
     knobs = asdict(args)
@@ -132,7 +124,7 @@ def start(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6):
     bases = [calib.get(0, f"oja.{x}_basis").double().numpy() for x in "kv"]
     rows, text, noise = [], [], np.random.default_rng(seed)
     for b, n in enumerate(lengths):
-        text.append((rotated(method.rope, q[b], T), rotated(method.rope, k[b], T), v[b].double().numpy()))
+        text.append((*(rotated(method.rope, x[None, b, :, :T])[0] for x in (q, k)), v[b].double().numpy()))
         both = text[b], tuple(x * (1 + NOISE * noise.standard_normal(x.shape)) for x in text[b])
         ask = oracle_knobs(method.args, calib, d)
         rows.append([OjaRow(*(x[:, :n] for x in t), *bases, **ask) for t in both])
@@ -326,20 +318,3 @@ def test_bytes_per_token(preset, rank):
     knobs = resolve(preset)[1]
     small, large = (on_meta(args, knobs, 2, T) for T in (4096, 8192))
     assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 4096 * 2 * 8 * 2 * rank * 2
-
-
-def test_presets_are_the_methods_of_the_paper():
-    args = {name: make_args(ojakv(), resolve(name)[1]) for name in (
-        "ojakv-0.8", "ojakv-0.6", "static_pca_h", "static_pca", "eigen", "ojakv-snapkv")}  # fmt: skip
-    assert args["ojakv-0.8"].rank == 0.8 and args["ojakv-0.6"].rank == 0.6
-    for name in ("ojakv-0.8", "ojakv-0.6", "ojakv-snapkv"):  # Table 5
-        a = args[name]
-        assert (a.adapt, a.n_start, a.n_recent, a.update_every, a.query_window) == (True, 32, 32, 32, 32)
-        assert a.rule == "sequential"  # Sec. 5.2
-        assert (a.important, a.eta_prefill, a.eta_decode) == (0.05, 0.1, 0.05)
-    static = args["static_pca_h"]
-    assert (static.adapt, static.n_start, static.n_recent) == (False, 32, 32)
-    for name, latent in (("static_pca", False), ("eigen", True)):
-        a = args[name]
-        assert (a.adapt, a.n_start, a.n_recent, a.latent) == (False, 0, 0, latent)
-    assert args["ojakv-snapkv"].keep == 0.5 and args["ojakv-snapkv"].rank == 0.6  # Table 6

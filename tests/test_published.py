@@ -40,17 +40,14 @@ def reference():
     reader = gguf.GGUFReader(FILE)
     field = lambda name: reader.fields[name].contents()  # noqa: E731
     config = LlamaConfig(
-        vocab_size=len(field("tokenizer.ggml.tokens")),
-        hidden_size=field("llama.embedding_length"),
-        intermediate_size=field("llama.feed_forward_length"),
-        num_hidden_layers=field("llama.block_count"),
+        vocab_size=len(field("tokenizer.ggml.tokens")), hidden_size=field("llama.embedding_length"),
+        intermediate_size=field("llama.feed_forward_length"), num_hidden_layers=field("llama.block_count"),
         num_attention_heads=field("llama.attention.head_count"),
         num_key_value_heads=field("llama.attention.head_count_kv"),
         rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
-        max_position_embeddings=field("llama.context_length"),
-        tie_word_embeddings=True,
-    )
+        max_position_embeddings=field("llama.context_length"), tie_word_embeddings=True,
+    )  # fmt: skip
     names = {
         "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
         "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",

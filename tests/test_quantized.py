@@ -190,14 +190,10 @@ def test_hadamard_matrices(n):
 @pytest.mark.parametrize(
     "name, share",
     [
-        ("kivi-4", 160 / 512),
-        ("kivi-2", 96 / 512),
-        ("hadamard-3", 104 / 512),
-        ("turboquant-4", 132 / 512),
-        ("turboquant-2", 68 / 512),
-        ("fp8-8", 256.125 / 512),
+        ("kivi-4", 160 / 512), ("kivi-2", 96 / 512), ("hadamard-3", 104 / 512), ("turboquant-4", 132 / 512),
+        ("turboquant-2", 68 / 512), ("fp8-8", 256.125 / 512),
     ],
-)
+)  # fmt: skip
 def test_bytes_are_those_of_the_papers(name, share):
     """SALS, Table 2: 0.31 and 0.19 of the cache (16-bit numbers, D = 128); beside them the residual."""
     knobs = {} if name == "fp8-8" else dict(bits=int(name[-1]))
@@ -233,16 +229,10 @@ OPERATOR = [  # k_bits, v_bits, block, sinks, ring, (g, h, d)
 ]
 # the same, with codebooks; and heads of no whole groups
 MORE = [
-    (4, 2, 0, 3, 5, (2, 2, 32), True),
-    (3, 3, 0, 0, 1, (3, 1, 80), True),
-    (8, 8, 32, 0, 32, (4, 1, 64), True),
-    (8, 8, 64, 0, 64, (2, 2, 40), True),
-    (2, 3, 0, 0, 1, (4, 1, 128), True),
-    (3, 16, 0, 2, 4, (1, 2, 96), True),
-    (3, 3, 0, 2, 7, (2, 1, 40)),
-    (2, 4, 32, 0, 33, (1, 2, 80)),
-    (8, 2, 0, 0, 3, (2, 1, 40)),
-]
+    (4, 2, 0, 3, 5, (2, 2, 32), True), (3, 3, 0, 0, 1, (3, 1, 80), True), (8, 8, 32, 0, 32, (4, 1, 64), True),
+    (8, 8, 64, 0, 64, (2, 2, 40), True), (2, 3, 0, 0, 1, (4, 1, 128), True), (3, 16, 0, 2, 4, (1, 2, 96), True),
+    (3, 3, 0, 2, 7, (2, 1, 40)), (2, 4, 32, 0, 33, (1, 2, 80)), (8, 2, 0, 0, 3, (2, 1, 40)),
+]  # fmt: skip
 
 
 def filled(k_bits, v_bits, block, sinks, ring, shape, book=False, dtype=torch.float32, lengths=(2, 40, 75)):

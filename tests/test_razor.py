@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle_double_sparsity import Probe, random_keys, rotated
+from oracle_double_sparsity import Probe, random_keys
 from oracle_razor import RazorHead, alibi_weights, normalized, protected_heads
+from oracles import rotated
 
 from cache.calibration import Calibration
 from cache.spec import make_args, resolve
@@ -311,12 +312,6 @@ def test_a_window_that_drops_nothing_is_said_once(capsys):
     model.setup_cache("razor", 1, 512, window=128)
     model.setup_cache("razor", 1, 512, induction=1.0)  # nothing is to be dropped: all heads are protected
     assert not capsys.readouterr().err
-
-
-def test_defaults_are_the_papers():
-    a = Razor.Args()
-    assert (a.induction, a.echo, a.sinks, a.window, a.share) == (0.14, 0.01, 4, 4000, 0.2)  # Table 2
-    assert a.compensation and a.protect == "retrieval" and a.retrieval_method == "full" and a.full_up_to == 0
 
 
 def test_the_preset_of_appendix_a2_keeps_a_fifth_above_4k():

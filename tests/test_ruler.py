@@ -117,26 +117,17 @@ def test_pairs_are_in_the_order_of_a_sorted_list(monkeypatch):
 
 
 SCORED = [
-    ("niah_multivalue", "it is 123, 456.", ["123", "456", "789", "000"], 0.5),
-    ("vt", "abc DEF", ["ABC", "def"], 1.0),
-    ("qa_1", "the Cat\nsat", ["dog", "cat"], 1.0),
-    ("qa_2", "nothing", ["dog", "cat"], 0.0),
-    ("hotpotqa", "The red, fox!", ["a red fox jumps", "blue"], 0.8),
-    ("narrativeqa", "", ["x"], 0.0),
+    ("niah_multivalue", "it is 123, 456.", ["123", "456", "789", "000"], 0.5), ("vt", "abc DEF", ["ABC", "def"], 1.0),
+    ("qa_1", "the Cat\nsat", ["dog", "cat"], 1.0), ("qa_2", "nothing", ["dog", "cat"], 0.0),
+    ("hotpotqa", "The red, fox!", ["a red fox jumps", "blue"], 0.8), ("narrativeqa", "", ["x"], 0.0),
     ("gov_report", "the cat sat on the mat", ["the cat lay on a mat"], 8 / 12),
-    ("lcc", "# note\nreturn x + 1\nmore", ["return x + 2"], 0.92),
-    ("repobench-p", "`a`", ["b"], 0.0),
-    ("passage_count", "7 or 8", ["8"], 0.5),
-    ("passage_retrieval_en", "Paragraph 12", ["Paragraph 12"], 1.0),
-    ("trec", "Type: City\nState", ["City"], 1.0),
-    ("triviaqa", "\nParis\nQuestion: London", ["Paris"], 1.0),
-    ("passkey", " 71432. Remember", ["71432"], 1.0),
-    ("kv_retrieval", ' "ab-1".', ["ab-1"], 1.0),
-    ("longbook_choice_eng", "The answer is B.", ["B"], 1.0),
-    ("code_run", "it returns -3", [-3], 1.0),
-    ("math_find", "12.5", [12.5], 1.0),
-    ("longdialogue_qa_eng", "ace ventura", ["ACE", "X"], 1.0),
-]
+    ("lcc", "# note\nreturn x + 1\nmore", ["return x + 2"], 0.92), ("repobench-p", "`a`", ["b"], 0.0),
+    ("passage_count", "7 or 8", ["8"], 0.5), ("passage_retrieval_en", "Paragraph 12", ["Paragraph 12"], 1.0),
+    ("trec", "Type: City\nState", ["City"], 1.0), ("triviaqa", "\nParis\nQuestion: London", ["Paris"], 1.0),
+    ("passkey", " 71432. Remember", ["71432"], 1.0), ("kv_retrieval", ' "ab-1".', ["ab-1"], 1.0),
+    ("longbook_choice_eng", "The answer is B.", ["B"], 1.0), ("code_run", "it returns -3", [-3], 1.0),
+    ("math_find", "12.5", [12.5], 1.0), ("longdialogue_qa_eng", "ace ventura", ["ACE", "X"], 1.0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "said", "answer", "wanted"), SCORED, ids=[s[0] for s in SCORED])

@@ -203,18 +203,6 @@ def on_meta(args, knobs, batch, T):
     return sals()(make_args(sals(), knobs), shape, 0, args.rotary(batch, 1, "meta"))
 
 
-def test_presets_are_the_rows_of_the_paper():
-    for name, rank, bits in (("sals-25", 0.25, 4), ("sals-12.5", 0.125, 2)):
-        method, knobs = resolve(name)
-        args = make_args(sals(), knobs)
-        assert (method, args.rank, args.score_rank, args.value_bits) == (sals(), rank, 0.5, bits)
-    for table, budget, of in (("4k", 512, "all"), ("32k", 1024, "all"), ("gsm8k", 0.25, "rest")):
-        args = make_args(sals(), resolve(f"sals-25-{table}")[1])
-        forced = {"4k": (16, 64), "32k": (32, 128), "gsm8k": (0, 128)}[table]
-        assert (args.budget, args.budget_of, args.sinks, args.recent, args.rank) == (budget, of, *forced, 0.25)
-    assert sals().skip_layers == (0, 1, -1) and sals().skip_knobs["budget"] == 1.0
-
-
 def access(knobs, T=4096):
     """Share of a dense cache that a row reads at Llama-2-7B's shapes: 29 layers with `knobs`, 3 with the skip knobs.
 

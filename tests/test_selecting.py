@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from oracle_double_sparsity import Probe, attended, random_keys, rotated
+from oracle_double_sparsity import Probe, attended, random_keys
 from oracle_selecting import LokiHead, QuestHead, SparqHead, fewest
-from oracles import softmax
+from oracles import rotated, softmax
 
 from cache.budget import TopP
 from cache.calibration import Calibration
 from cache.selecting import Selecting
-from cache.spec import layer_methods, make_args, method_class, presets
+from cache.spec import layer_methods, make_args, method_class
 from kernels.gather_attention import gather_attention, weighted_gather_attention
 from model import ModelArgs
 from scripts.contract import checks, step_checks
@@ -189,18 +189,6 @@ def test_a_budget_of_p_leaves_layers_dense_as_the_method_does():
 
     assert dense("loki,budget=p0.95") == [] and dense("quest,budget=p0.95") == [0, 1]
     assert dense("loki,budget=p0.95,skip_layers=0,1") == [0, 1]
-
-
-def test_presets_are_the_rows_of_the_papers():
-    rows = presets()
-    assert rows["quest-160"] == ("quest", dict(budget=160)) and rows["quest-7.5"] == ("quest", dict(budget=0.075))
-    for name in ("loki", "double_sparsity"):
-        args = make_args(method_class(name), rows[f"{name}-4k"][1])
-        assert (args.sinks, args.recent, args.budget - args.sinks - args.recent) == (16, 64, 432)
-    quest, sparq, loki = (method_class(n).Args() for n in ("quest", "sparq", "loki"))
-    assert (quest.page, quest.sinks, quest.recent, quest.budget) == (16, 0, 1, 1024)
-    assert (sparq.budget, sparq.recent, sparq.channels, sparq.copies) == (129, 33, 0.25, 2)
-    assert (loki.budget, loki.dims, loki.calibrated) == (0.25, 0.25, "after")
 
 
 # ---- budgets of p ----

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from oracles import SelfIndexHead, check_top, rotate
+from oracles import SelfIndexHead, check_top, rotated
 
 from cache.budget import budget_cap, budget_tokens
 from cache.spec import make_args
@@ -81,18 +81,11 @@ def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=1e-3):
     length = torch.tensor(lengths)
     method.prefill(q[:, :, :S], k[:, :, :S], v[:, :, :S], length)
 
-    def rotated(x, n):
-        """Float32's rotation, as angles are only good to 1e-5 there; float64 from here on."""
-        got = method.rope.rotate_prompt(x[None, :, :n])[0].double().numpy()
-        want = np.stack([rotate(x.double().numpy()[:, t], t) for t in range(n)], 1)
-        assert np.abs(got - want).max() < 2e-4
-        return got
-
     at, heads, opened = {}, {}, 0
     knobs = asdict(method.args)
     del knobs["min_tokens"]
     for b, n in enumerate(lengths):
-        at[b] = rotated(q[b], n + steps), rotated(k[b], n + steps), v[b].double().numpy()
+        at[b] = *(rotated(method.rope, x[None, b, :, : n + steps])[0] for x in (q, k)), v[b].double().numpy()
         for i in range(h):
             group = slice(i * g, i * g + g)
             for nudge in NUDGES:

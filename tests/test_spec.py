@@ -52,23 +52,17 @@ def test_later_parts_win_and_skipped_layers_take_the_methods_own_rule():
 @pytest.mark.parametrize(
     "spec, says",
     [
-        ("self_index,colour=red", "no knob 'colour'"),
-        ("0-99:full", "outside"),
-        ("0:full", "no method for layer 1"),
-        ("self_index,budget=lots", "budget='lots'"),
-        ("sals,skip_layers=7", "layer 7"),
-        ("sals,skip_layers=some", "neither auto"),
-        ("full,budget=3", "no knob 'budget'"),
+        ("self_index,colour=red", "no knob 'colour'"), ("0-99:full", "outside"), ("0:full", "no method for layer 1"),
+        ("self_index,budget=lots", "budget='lots'"), ("sals,skip_layers=7", "layer 7"),
+        ("sals,skip_layers=some", "neither auto"), ("full,budget=3", "no knob 'budget'"),
         ("slas", r"unknown method 'slas': did you mean sals\? generate.py --list-methods prints all"),
-        ("self-index,budget=80", "did you mean self_index or"),
-        ("sals-12", "did you mean sals-12.5 or"),
+        ("self-index,budget=80", "did you mean self_index or"), ("sals-12", "did you mean sals-12.5 or"),
         ("double", "did you mean double_sparsity"),
         ("quest,bugdet=80", "'bugdet': did you mean budget.* it takes budget, "),
-        ("razor,retrieval_method=qest", "did you mean quest"),
-        ("h2o,heavy=0", "h2o: heavy 0 is out of range"),
+        ("razor,retrieval_method=qest", "did you mean quest"), ("h2o,heavy=0", "h2o: heavy 0 is out of range"),
         ("rocket,kept=0", "rocket: kept 0 is out of range"),
     ],
-)
+)  # fmt: skip
 def test_wrong_specs(spec, says):
     with pytest.raises(InputError, match=says):
         layer_methods(spec, 4)

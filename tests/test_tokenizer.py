@@ -37,29 +37,17 @@ CORPUS = [
     "aaaa aaaaaaaa abababab bcbcbc abcabcabc    spaces     here",
 ] * 3
 ADVERSARIAL = [
-    "",
-    " ",
-    "   ",
-    "\n",
-    "\t\t\n \n  x",
-    "a\r\nb\r\n\r\n c \r\n",
-    "trailing spaces   ",
-    "  leading",
-    "I'm you'RE we'Ve 's 'ſ it'll'd 't",
-    "12345678901234567890 3.14159 1,000,000 ½ ² ٣٤٥ Ⅷ",
-    "é e\u0301 \u0301\u0302\u0303 ﬁ Å \u212b 각 \u1100\u1161\u11a8",
-    "👩‍👩‍👧‍👦🏳️‍🌈🇫🇷🇩🇪🇯 👍🏽 ☺️",
-    "中文，没有空格的长句子。日本語テスト「引用」한국어",
-    "שָׁלוֹם مَرْحَبًا \u202eRTL\u202c \u200b\u200d\ufeff",
+    "", " ", "   ", "\n", "\t\t\n \n  x", "a\r\nb\r\n\r\n c \r\n", "trailing spaces   ", "  leading",
+    "I'm you'RE we'Ve 's 'ſ it'll'd 't", "12345678901234567890 3.14159 1,000,000 ½ ² ٣٤٥ Ⅷ",
+    "é e\u0301 \u0301\u0302\u0303 ﬁ Å \u212b 각 \u1100\u1161\u11a8", "👩‍👩‍👧‍👦🏳️‍🌈🇫🇷🇩🇪🇯 👍🏽 ☺️",
+    "中文，没有空格的长句子。日本語テスト「引用」한국어", "שָׁלוֹם مَرْحَبًا \u202eRTL\u202c \u200b\u200d\ufeff",
     "\x00\x01\x07\x1b[0m\x7f\x80\x85\xa0\xad\u2028\u2029\u3000\x1c\x1f",
     "<|begin|>Hello<|end|> world<|end|>x<|im_start|>user\nhi<|im_end|>\n",
-    "<|begin|><|begin|> <|begin <|end| >|<|end|>|",
-    "<s>hi</s> there <s> <unk><pad> <0x41> ▁under▁ ▁",
+    "<|begin|><|begin|> <|begin <|end| >|<|end|>|", "<s>hi</s> there <s> <unk><pad> <0x41> ▁under▁ ▁",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa abababababab bcabcabcbc",
-    "snake_case camelCase SCREAMING HTTPServer x=y+1;//comment\n#!/bin/sh",
-    "\U0001f600\U0010ffff\ue000\ufffd",
+    "snake_case camelCase SCREAMING HTTPServer x=y+1;//comment\n#!/bin/sh", "\U0001f600\U0010ffff\ue000\ufffd",
     "x" * 300 + " " * 300 + "\n" * 50 + "9" * 100,
-]
+]  # fmt: skip
 TEXT = st.one_of(
     st.text(max_size=40),
     st.text("ab c'sdltrvem \n\r\t1239AB.é\u0301中😀", max_size=60),
@@ -877,7 +865,7 @@ def test_bad_paths_and_text(tmp_path, pair):
         pair[0].encode("a\ud800")
 
 
-def test_the_shipped_model(tmp_path):
+def test_the_shipped_model():
     """models/tiny: a proto without a dummy prefix, alone and in a GGUF file."""
     ours = load_tokenizer(TINY)
     sp = sentencepiece.SentencePieceProcessor(str(TINY / "tokenizer.model"))

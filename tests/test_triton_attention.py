@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from operators import DEVICE, TOLERANCE, attend, heads, rand
 
 import kernels.backend as backend_module
 from kernels import dense_attention
@@ -19,9 +20,6 @@ from runtime.errors import InputError
 from scripts.contract.checks import same
 from scripts.contract.harness import prompt, run, tiny
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-
 
 @pytest.fixture(autouse=True)
 def empty_is_nan(monkeypatch):
@@ -34,38 +32,10 @@ def fill_nan(x):
     return x.fill_(float("nan")) if x.is_floating_point() else x
 
 
-def rand(seed, *size, dtype=torch.float32):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def want(q, k, v, spans, mean=None):
-    """In float64, row by row and head by head; spans [B][2] or [B][Hkv][2]; the extra token as `count` copies of it."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    g = q.shape[1] // k.shape[1]
-    for b, h in ((b, h) for b in range(len(q)) for h in range(q.shape[1])):
-        lo, hi = spans[b] if isinstance(spans[b][0], int) else spans[b][h // g]
-        keys, values = (x[b, h // g, lo:hi].double().cpu() for x in (k, v))
-        if mean is not None:
-            n = int(mean[2].reshape(len(q), -1)[b, (h // g) if mean[2].dim() == 2 else 0])
-            copies = [x[b, h // g].double().cpu().expand(n, -1) for x in mean[:2]]
-            keys, values = torch.cat((keys, copies[0])), torch.cat((values, copies[1]))
-        if len(keys):
-            out[b, h] = (keys @ q[b, h].double().cpu() * q.shape[2] ** -0.5).softmax(0) @ values
-    return out
-
-
-def problem(seed, spans, T, g, D, dtype, spare=1, heads=2):
-    """q, k, v, start, stop; NaN in every slot outside the spans, and in `spare` rows more than the batch has."""
-    B = len(spans)
-    q = rand(seed, B, heads * g, D, dtype=dtype)
-    k, v = (rand(seed + i, B + spare, heads, T, D, dtype=dtype) for i in (1, 2))
-    start, stop = torch.tensor(spans, device=DEVICE).unbind(1)
-    t = torch.arange(T, device=DEVICE)
-    inside = (t >= start[:, None]) & (t < stop[:, None])
-    for x in (k, v):
-        x[:B].masked_fill_(~inside[:, None, :, None], float("nan"))
-        x[B:] = float("nan")
-    return q, k, v, start, stop
+def want(q, k, v, stop):
+    """Slots from 0 to `stop` of each row."""
+    q, k, v = (x.cpu() for x in (q, k, v))
+    return heads(q, k.shape[1], lambda b, h, x: attend(x, *(y[b, h, : stop[b]] for y in (k, v)))).value
 
 
 def check(got, expected, dtype):
@@ -82,7 +52,7 @@ def test_large_logits():
     q, k, v = 300 * rand(0, 1, 4, 32), 3 * rand(1, 1, 1, 40, 32), rand(2, 1, 1, 40, 32)
     stop = torch.tensor([40], device=DEVICE)
     for programs in (1, 3):
-        check(split_attention(q, k, v, stop, block=16, programs=programs), want(q, k, v, [(0, 40)]), torch.float32)
+        check(split_attention(q, k, v, stop, block=16, programs=programs), want(q, k, v, [40]), torch.float32)
 
 
 @pytest.mark.slow
@@ -95,7 +65,7 @@ def test_offsets_beyond_32_bits(far):
     k = torch.empty(2**31 + T * D, dtype=torch.float16, device=DEVICE).as_strided(size, stride)
     k.copy_(rand(0, *size))
     q, stop = rand(1, size[0], 2 * size[1], D, dtype=k.dtype), torch.tensor([T] * size[0], device=DEVICE)
-    expected = want(q, k, k, [(0, T)] * size[0])
+    expected = want(q, k, k, [T] * size[0])
     check(split_attention(q, k, k, stop, block=16, programs=2), expected, torch.float16)
     idx = torch.arange(T, device=DEVICE).expand(size[0], 1, -1).contiguous()
     check(launch(q, k, k, idx, stop[:, None], block=16, splits=1), expected, torch.float16)
@@ -113,8 +83,8 @@ def test_programs_take_equal_shares_of_the_real_lengths(monkeypatch, programs, e
             return lambda part, lse, *args, **kw: seen.append(lse)
 
     monkeypatch.setattr(dense_attention, "_combine_shares", Spy())
-    spans = [(0, n) for n in ends]
-    q, k, v, _, stop = problem(0, spans, max(ends), 2, 32, torch.float32)
+    q, (k, v) = rand(0, len(ends), 4, 32), (rand(i, len(ends), heads, max(ends), 32) for i in (1, 2))
+    stop = torch.tensor(ends, device=DEVICE)
     split_attention(q, k, v, stop, block=block, programs=programs)
     # a unit is a head's block, an empty row has one; who takes which: (program, head) in order
     units = [h + heads * b for b, n in enumerate(ends) for h in range(heads) for _ in range(max(1, -(-n // block)))]
@@ -130,15 +100,21 @@ def test_programs_take_equal_shares_of_the_real_lengths(monkeypatch, programs, e
 @pytest.mark.parametrize("backend", ("triton", "torch"))
 @pytest.mark.parametrize("extra", (True, False))
 def test_packed_heads_of_different_lengths(monkeypatch, backend, extra):
+    """As each head alone, of which test_operators.py has the numbers."""
     monkeypatch.setattr("kernels.backend.BACKEND", backend)
-    ends = [[5, 20], [17, 1]]
-    q, k, v = rand(0, 2, 6, 32), rand(1, 3, 2, 20, 32), rand(2, 3, 2, 20, 32)
-    for (b, h), x in (((b, h), x) for b in range(2) for h in range(2) for x in (k, v)):
-        x[b, h, ends[b][h] :] = float("nan")
-    stop, spans = torch.tensor(ends, device=DEVICE), [[(0, n) for n in row] for row in ends]
-    mean = rand(3, 3, 2, 32), rand(4, 3, 2, 32), torch.tensor([[0, 9], [30, 0]], device=DEVICE)
+    stop, (q, k, v) = (
+        torch.tensor([[5, 20], [17, 1]], device=DEVICE),
+        (rand(i, 2, n, 20, 32) for i, n in enumerate((6, 2, 2))),
+    )
+    q, mean = q[:, :, 0], (rand(3, 2, 2, 32), rand(4, 2, 2, 32), torch.tensor([[0, 9], [30, 0]], device=DEVICE))
+    for x in (k, v):
+        x[torch.arange(20, device=DEVICE) >= stop[..., None]] = float("nan")
     got = packed_attention(q, k, v, stop, *(mean if extra else ()))
-    check(got, want(q, k, v, spans, mean if extra else None), torch.float32)
+    for b, h in product(range(2), range(2)):
+        head = (x[b, h][None, None] for x in (k, v))
+        more = (mean[0][b, h][None, None], mean[1][b, h][None, None], mean[2][b, h][None]) if extra else ()
+        alone = packed_attention(q[b, 3 * h : 3 * h + 3][None], *head, stop[b, h][None], *more)
+        assert torch.allclose(got[b, 3 * h : 3 * h + 3], alone[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton", ""))  # "": C++ on a CPU

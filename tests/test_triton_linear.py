@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import experts as X
 from kernels import linear as K
 from tests.compiling import report
-from tests.test_weights import FORMS, by_hand, codes, product_of
-from weights import Layout, PackedLinear
+from tests.test_experts import product
+from tests.test_weights import FORMS, product_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -87,29 +86,16 @@ def test_nothing_is_unpacked_for_a_batch(monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_experts(bits, form, monkeypatch):
     """Every row by the weight of its expert, whose blocks a program's tile does not divide; with inputs in shares."""
-    monkeypatch.setattr(K, "multiprocessors", lambda device: 1 if form == "zeros" else 100)
-    gen, (rows, experts, out, n) = torch.Generator().manual_seed(bits), (5, 3, 16 * 3, 64 * 5)
-    c = None if bits == 16 else codes(gen, experts * out, n, bits, 64, form)
-    layer = PackedLinear(n, experts * out, False, c.layout if c else Layout(16))
-    layer.put(0, c or torch.randn(experts * out, n, generator=gen))
-    w = torch.from_numpy(by_hand(c)) if c else layer.dense(0, experts * out).double()
-    x, expert = torch.randn(rows, n, generator=gen), torch.tensor([2, 0, 2, 1, 0])
-    layer.to(DEVICE)
-    got = X._in_triton(x.to(DEVICE), expert.to(DEVICE), *layer.weight, bits, experts)
-    want = torch.einsum("ni,noi->no", x.double(), w.view(experts, out, n)[expert])
-    assert (got.double().cpu() - want).abs().max() < 3e-6 * want.abs().max()
+    full = form == "zeros"  # of as many blocks that a program takes several
+    monkeypatch.setattr(K, "multiprocessors", lambda device: 1 if full else 100)
+    out = 16 * (19 if full else 3)
+    product(bits, 5, bits, 64, form, torch.float32, "triton", monkeypatch, 3, out, 64 * 5, (3e-6, 0), DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dense_experts(dtype):
+def test_dense_experts(dtype, monkeypatch):
     """Outputs and inputs that a program's tile does not divide."""
-    gen, (rows, experts, out, n) = torch.Generator().manual_seed(0), (5, 3, 41, 301)
-    w, x = (torch.randn(size, generator=gen).to(dtype) for size in ((experts * out, n), (rows, n)))
-    expert = torch.tensor([2, 0, 2, 1, 0])
-    got = X._dense_in_triton(x.to(DEVICE), expert.to(DEVICE), w.to(DEVICE), experts)
-    want = torch.einsum("ni,noi->no", x.double(), w.double().view(experts, out, n)[expert])
-    assert got.dtype == dtype
-    assert (got.double().cpu() - want).abs().max() < (3e-6 if dtype == torch.float32 else 4e-3) * want.abs().max()
+    product(0, 5, 32, 0, "", dtype, "triton", monkeypatch, 3, 41, 301, (3e-6, 4e-3), DEVICE)
 
 
 @pytest.mark.slow  # tests/test_triton_compile.py compiles one launch of every kernel in every run

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operators import DEVICE, NAN, rand
 
 from kernels import backend
 from kernels.lowrank import split_counts
 from kernels.oja import change_basis, cholesky_qr, oja_step, orthonormalize
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NAN = float("nan")
-
-
-def rand(seed, *size, dtype=torch.float32):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def test_split_counts():

@@ -10,23 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators import DEVICE, NAN, TOLERANCE, attend, heads, rand, randint
 
 from kernels import offload
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer, launch, rows_of
 from scripts.contract.harness import prompt, run, tiny
 from scripts.contract.step_checks import step_code
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-NAN = float("nan")
-
-
-def rand(seed, *size, dtype=torch.float32):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def randint(seed, low, high, *size):
-    return torch.randint(low, high, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 @pytest.fixture
@@ -148,13 +137,13 @@ def test_bytes_on_the_way():
 # ---- attention over what was fetched and the ring ----
 
 
-def attention_problem(seed, pos, K, R, counts, g, D, dtype, heads=2):
+def attention_problem(seed, pos, K, R, counts, g, D, dtype, H=2):
     B = len(pos)
-    k, v = (rand(seed + i, B + 1, heads, K, D, dtype=dtype) for i in (1, 2))
-    ring_k, ring_v = (rand(seed + i, B + 1, heads, R, D, dtype=dtype) for i in (3, 4))
-    count = torch.tensor([[min(K, counts[(b + h) % len(counts)]) for h in range(heads)] for b in range(B)]).to(DEVICE)
+    k, v = (rand(seed + i, B + 1, H, K, D, dtype=dtype) for i in (1, 2))
+    ring_k, ring_v = (rand(seed + i, B + 1, H, R, D, dtype=dtype) for i in (3, 4))
+    count = torch.tensor([[min(K, counts[(b + h) % len(counts)]) for h in range(H)] for b in range(B)]).to(DEVICE)
     behind = torch.arange(K, device=DEVICE) >= count[..., None]
-    idx = randint(seed, 0, 1000, B, heads, K).masked_fill(behind, -1)
+    idx = randint(seed, 0, 1000, B, H, K).masked_fill(behind, -1)
     pos = torch.tensor(pos, device=DEVICE)
     for x in (k, v):
         x[:B][behind] = NAN
@@ -162,19 +151,16 @@ def attention_problem(seed, pos, K, R, counts, g, D, dtype, heads=2):
     for x in (ring_k, ring_v):
         x[:B].masked_fill_((torch.arange(R, device=DEVICE) > pos[:, None])[:, None, :, None], NAN)
         x[B:] = NAN
-    return rand(seed, B, heads * g, D, dtype=dtype), k, v, idx, count, ring_k, ring_v, pos
+    return rand(seed, B, H * g, D, dtype=dtype), k, v, idx, count, ring_k, ring_v, pos
 
 
 def attention_want(q, k, v, idx, count, ring_k, ring_v, pos):
-    out, g = torch.zeros(q.shape, dtype=torch.float64), q.shape[1] // k.shape[1]
-    for b, h in ((b, h) for b in range(len(q)) for h in range(q.shape[1])):
-        n, held = int(count[b, h // g]), min(int(pos[b]) + 1, ring_k.shape[2])
-        keys, values = (
-            torch.cat((x[b, h // g, :n], ring[b, h // g, :held])).double().cpu()
-            for x, ring in ((k, ring_k), (v, ring_v))
-        )
-        out[b, h] = (keys @ q[b, h].double().cpu() * q.shape[2] ** -0.5).softmax(0) @ values
-    return out
+    def one(b, h, x):
+        n, held = int(count[b, h]), min(int(pos[b]) + 1, ring_k.shape[2])
+        both = (torch.cat((y[b, h, :n], ring[b, h, :held])).cpu() for y, ring in ((k, ring_k), (v, ring_v)))
+        return attend(x.cpu(), *both)
+
+    return heads(q, k.shape[1], one).value
 
 
 @settings(max_examples=8, deadline=None)

@@ -6,26 +6,16 @@ from itertools import product
 
 import pytest
 import torch
-from operators import KINDS, Chosen
+from operators import DEVICE, KINDS, NAN, Chosen, rand, randint
 
 from kernels import select as module
 from kernels.select import select
 from kernels.splits import empty_scores
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # blocks for short rows: above 32 slots a row goes to one program that lists candidates, or to several
 ALONE = dict(row=32, alone=1000, tile=32, sample=16, slack=2, listed=64)
 SMALL = ALONE | dict(alone=32, chunk=32)
 SIZES = dict(row={}, alone=ALONE, chunks=SMALL)
-NAN = float("nan")
-
-
-def rand(seed, *size, dtype=torch.float32):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def randint(seed, high, *size):
-    return torch.randint(high, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 # ---- selection ----
@@ -38,8 +28,8 @@ def check_selection(got, scores, allowed, forced, wanted, k):
 
 def check_budget(seed, B, H, T, k, kind, sizes, sinks=2, recent=3, pos=None, wanted=None):
     scores, t = KINDS[kind](rand(seed, B, H, T)), torch.arange(T, device=DEVICE)
-    pos = randint(seed, T + 1, B) - 1 if pos is None else torch.tensor(pos, device=DEVICE)
-    wanted = randint(seed, T + 4, B) if wanted is None else torch.full((B,), wanted, device=DEVICE)
+    pos = randint(seed, 0, T + 1, B) - 1 if pos is None else torch.tensor(pos, device=DEVICE)
+    wanted = randint(seed, 0, T + 4, B) if wanted is None else torch.full((B,), wanted, device=DEVICE)
     allowed = (t <= pos[:, None])[:, None]
     forced = ((t < sinks) | (t > pos[:, None] - recent))[:, None]
     padded = empty_scores(B, H, T, device=DEVICE).fill_(NAN)
@@ -163,14 +153,14 @@ def test_more_is_forced_or_wanted_than_fits(by):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_scores_of_16_bits(dtype):
     scores = rand(3, 1, 1, 70, dtype=dtype)
-    mask, wanted = randint(4, 2, 1, 1, 70).bool(), torch.full((1, 1), 9, device=DEVICE)
+    mask, wanted = randint(4, 0, 2, 1, 1, 70).bool(), torch.full((1, 1), 9, device=DEVICE)
     for sizes in ({}, ALONE, SMALL):
         got = select(scores, mask, None, wanted, 9, **sizes)
         check_selection(got, scores.float(), mask, torch.zeros_like(mask), wanted, 9)
 
 
 def test_strided_scores_and_counts():
-    scores, mask = rand(0, 2, 50, 3), randint(1, 2, 2, 50, 1).bool()
+    scores, mask = rand(0, 2, 50, 3), randint(1, 0, 2, 2, 50, 1).bool()
     wanted = torch.tensor([4, 9], device=DEVICE)[:, None].expand(2, 3)
     got = select(scores.mT, mask.mT, None, wanted, 9)
     check_selection(got, scores.mT, mask.mT, torch.zeros_like(mask.mT), wanted, 9)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators import DEVICE, NAN, TOLERANCE, Codes, rand, randint
 
 from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, launch
 from kernels.quantize import dequantize, quantize
@@ -14,19 +15,8 @@ from kernels.quantize import launch as quantize_triton
 from kernels.sign_encode import encode_keys, key_range
 from kernels.sign_encode import launch as encode_triton
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DTYPES, DIMS, GROUPS = tuple(TOLERANCE), (32, 64, 96, 128), (1, 3, 4, 5, 8)
-NAN = float("nan")
+DTYPES, DIMS = tuple(TOLERANCE), (32, 64, 96, 128)
 seeds = st.integers(0, 2**31 - 100)
-
-
-def rand(seed, *size, dtype=torch.float32):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def randint(seed, high, *size, low=0):
-    return torch.randint(low, high, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def numbers(x):
@@ -36,28 +26,11 @@ def numbers(x):
 # ---- quantize ----
 
 
-def codes_of(packed, bits):
-    """Bytes -> codes one by one: the first of a byte is in its lowest bits."""
-    return np.stack([packed // 2 ** (bits * i) % 2**bits for i in range(8 // bits)], -1).reshape(*packed.shape[:-1], -1)
-
-
-def check_bytes(x, bits, mean=None, alpha=None, magnitude=False):
+def check_bytes(x, bits):
     """The kernel's bytes are those of the torch version, and code * scale + zero is x to half a step."""
-    got, want = quantize_triton(x, bits, mean, alpha, magnitude), quantize(x, bits, mean, alpha, magnitude)
+    got, want = quantize_triton(x, bits), quantize(x, bits)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1].view(torch.int16), want[1].view(torch.int16))
-    y = numbers(x)
-    y = y if mean is None else y - numbers(mean)[:, :, None]
-    y = y if alpha is None else y / numbers(alpha)[:, :, None]
-    y = (np.abs(y) if magnitude else y).reshape(*y.shape[:-1], -1, 32)
-    codes = codes_of(got[0].cpu().numpy().astype(int), bits).reshape(y.shape)
-    scale, zero = (numbers(got[1])[..., i, None] for i in range(2))
-    assert codes.shape == y.shape and got[1].shape == (*x.shape[:-1], x.shape[-1] // 32, 2)
-    lo, hi = y.min(-1, keepdims=True), y.max(-1, keepdims=True)
-    assert (np.abs(zero - lo) <= 2**-11 * np.abs(lo) + 1e-7).all(), "the zero is the lowest number, in fp16"
-    assert (np.abs(scale - np.maximum(hi - zero, 0) / (2**bits - 1)) <= 2**-11 * scale + 1e-7).all()
-    # of scale and zero in fp16, subnormals included: the ends may lie outside all steps
-    lost = 2**-10 * ((hi - lo) + np.abs(lo)) + 2**bits * 2**-25 + 1e-7
-    assert (np.abs(codes * scale + zero - y) <= 0.5001 * scale + lost).all()
+    Codes(x.double().cpu().unflatten(-1, (-1, 32)), bits).check([y.cpu() for y in got], "triton")
 
 
 @pytest.mark.parametrize("bits", (2, 4, 8))
@@ -183,7 +156,7 @@ def test_shares_are_even(monkeypatch):
     store = PackedTokens(rand(0, B, H, T, D), rand(1, B, H, T, D), 16)
     whole = FullPrecisionTokens(*(rand(2 + i, B, H, (sinks, ring)[i // 2], D) for i in range(4)))
     prompt, decoded = (torch.tensor(n, device=DEVICE) for n in ([900, 900, 7, 1], [1, 200, 59, 1]))
-    count, idx = randint(7, K + 1, B, H), randint(8, T, B, H, K)
+    count, idx = randint(7, 0, K + 1, B, H), randint(8, 0, T, B, H, K)
     count[0], count[2] = K, 0
     for flushed in (0, 10):
         there, q = torch.tensor([flushed], device=DEVICE), torch.zeros(B, H, D, device=DEVICE)

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 import torch
 
-from runtime.errors import run_cli
 from scripts.eval import view
 
 TEXT = "import os\n\n</script> is text. " + "def main():\n    return os.name\n" * 12
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("view")
-    (folder / "text.txt").write_text(TEXT)
-    run("--prompt-file", folder / "text.txt", "--method", "self_index,sinks=4,budget=24", "--steps", "3",
-        "--out", folder / "view.html")  # fmt: skip
-    return folder / "view.html"
-
-
-def run(*arguments) -> int:
-    """The command in this process -> its exit code."""
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(sys, "argv", ["view.py", *map(str, arguments)])
-        try:
-            run_cli(view.main)
-        except SystemExit as e:
-            return int(e.code or 0)
-    return 0
-
-
-def test_page_has_everything_in_it(page):
-    text = page.read_text()
+def test_page_has_everything_in_it(cli, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    argv = ("--method", "self_index,sinks=4,budget=24", "--steps", "3", "--out", tmp_path / "view.html")
+    assert cli(view, "--prompt-file", tmp_path / "text.txt", *argv)[0] == 0
+    text = (tmp_path / "view.html").read_text()
     assert not re.search(r"https?://", text) and "default-src 'none'" in text
     assert text.count("</script>") == 2, "the text's own </script> would end the script that holds it"
 
@@ -60,7 +41,5 @@ def test_packed_arrays_are_what_was_recorded():
     ("arguments", "message"),
     [(("--steps", "0"), "--steps 0"), (("--prompt-file", "nowhere.txt"), "nowhere.txt"), (("--method", "no"), "no")],
 )
-def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
-    assert run("--out", tmp_path / "v.html", *arguments) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+def test_bad_input_is_one_line(arguments, message, tmp_path, refused):
+    assert message in refused(view, "--out", tmp_path / "v.html", *arguments) and not list(tmp_path.iterdir())

@@ -18,10 +18,9 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import gguf
-import numpy as np
 import pytest
 import torch
-from formats_files import permute
+from formats_files import write_gguf
 from safetensors.torch import load_file
 from test_parallel import compare
 
@@ -525,81 +524,39 @@ def test_two_processes(case, tmp_path):
 
 ARCHS = {"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2", "gemma3_text": "gemma3",
          "phi3": "phi3", "ministral3": "mistral3"}  # fmt: skip
-TO_GGUF = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
-}  # fmt: skip
 
 
-def write_gguf(path, case, kind):
-    """The checkpoint as llama.cpp's converter writes it: names, order of rows, keys, norms of Gemma plus one."""
+def as_gguf(path, case, kind):
+    """The checkpoint as llama.cpp's converter writes it, with the keys of its family."""
     c, arch = case.hf.config.to_dict(), ARCHS[case.hf.config.model_type]
-    heads, kv, layers = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
-    D = c.get("head_dim") or c["hidden_size"] // heads
+    D = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     rope = c["rope_parameters"].get("full_attention") or c["rope_parameters"]
-    w = gguf.GGUFWriter(path, arch)
-    w.add_context_length(c["max_position_embeddings"])
-    w.add_embedding_length(c["hidden_size"])
-    w.add_block_count(layers)
-    w.add_feed_forward_length(c["intermediate_size"])
-    w.add_head_count(heads)
-    w.add_head_count_kv(kv)
-    w.add_key_length(D)
-    w.add_value_length(D)
-    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    w.add_rope_freq_base(rope["rope_theta"])
-    w.add_rope_dimension_count(int(D * rope.get("partial_rotary_factor", 1.0)))
+    tensors = load_file(case.folder / "model.safetensors")
+    keys = {"rope.dimension_count": int(D * rope.get("partial_rotary_factor", 1.0))}
     if c.get("sliding_window"):
-        w.add_sliding_window(c["sliding_window"])
+        keys["attention.sliding_window"] = c["sliding_window"]
         if "layer_types" in c:
-            w.add_array(f"{arch}.attention.sliding_window_pattern", [t[0] == "s" for t in c["layer_types"]])
+            keys["attention.sliding_window_pattern"] = [t[0] == "s" for t in c["layer_types"]]
     if arch == "granite":
-        w.add_embedding_scale(c["embedding_multiplier"])
-        w.add_residual_scale(c["residual_multiplier"])
-        w.add_attention_scale(c["attention_multiplier"])
-        w.add_logit_scale(c["logits_scaling"])
+        keys |= {"embedding_scale": c["embedding_multiplier"], "residual_scale": c["residual_multiplier"],
+                 "attention.scale": c["attention_multiplier"], "logit_scale": c["logits_scaling"]}  # fmt: skip
     if arch == "gemma3":
-        w.add_float32("gemma3.rope.freq_base_swa", c["rope_parameters"]["sliding_attention"]["rope_theta"])
-        w.add_final_logit_softcapping(c["final_logit_softcapping"] or 0.0)
+        keys["rope.freq_base_swa"] = c["rope_parameters"]["sliding_attention"]["rope_theta"]
+        keys["final_logit_softcapping"] = c["final_logit_softcapping"] or 0.0
     if rope["rope_type"] in ("linear", "yarn"):
-        w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        w.add_rope_scaling_factor(rope["factor"])
+        keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] in ("yarn", "longrope"):
-        w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope["rope_type"] == "longrope":
         longer = c["max_position_embeddings"] / rope["original_max_position_embeddings"]
         scale = math.sqrt(1 + math.log(longer) / math.log(rope["original_max_position_embeddings"]))
-        w.add_rope_scaling_attn_factors(scale)
-        for length in ("long", "short"):
-            w.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
+        keys["rope.scaling.attn_factor"] = scale
+        tensors |= {f"rope_factors_{x}.weight": torch.tensor(rope[f"{x}_factor"]) for x in ("long", "short")}
     if arch == "mistral3":
-        w.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-        w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    for name, t in load_file(case.folder / "model.safetensors").items():
-        module, _, of = name.rpartition(".")
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-        part = layer[2] if layer else module
-        after = dict(post_attention_layernorm="post_attention_norm" if arch in ("gemma3", "olmo2") else "ffn_norm")
-        to = (TO_GGUF | after)[part]
-        data = t.float().numpy()
-        if arch in ("smollm3", "granite", "mistral3") and to in ("attn_q", "attn_k"):
-            data = permute(data, heads if to == "attn_q" else kv)
-        if arch == "gemma3" and to.endswith("norm"):
-            data = data + 1
-        data = np.ascontiguousarray(data)
-        to = f"blk.{layer[1]}.{to}.{of}" if layer else f"{to}.{of}"
-        if data.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
-            w.add_tensor(to, data)
-        else:
-            w.add_tensor(to, gguf.quants.quantize(data, kind), raw_dtype=kind)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    config = {k: v for k, v in c.items() if k != "vocab_size"} | dict(model_type=arch, rope_theta=rope["rope_theta"])
+    return write_gguf(path, config, tensors, kind, **{f"ARCH__{key}": value for key, value in keys.items()})
 
 
 IN_GGUF = ["smollm3-gguf", "granite", "olmo2", "olmo3", "gemma3-gguf", "phi3-window", "phi3-partial", "phi3-long",
@@ -610,11 +567,11 @@ IN_GGUF = ["smollm3-gguf", "granite", "olmo2", "olmo3", "gemma3-gguf", "phi3-win
 def test_gguf(case, tmp_path):
     """The same logits from a GGUF file, in fp32 and, of the numbers that it holds, in 8 bits."""
     kinds, prompt = gguf.GGMLQuantizationType, case.prompts[0]
-    write_gguf(tmp_path / "f32.gguf", case, kinds.F32)
+    as_gguf(tmp_path / "f32.gguf", case, kinds.F32)
     model = load_checkpoint(tmp_path / "f32.gguf")
     assert of_model(model.args) == of_model(case.model.args)  # a calibration of one fits the other
     assert (forward(model, prompt) - forward(case.model, prompt)).abs().max() < TOL
-    write_gguf(tmp_path / "q8.gguf", case, kinds.Q8_0)
+    as_gguf(tmp_path / "q8.gguf", case, kinds.Q8_0)
     packed, dense = load_checkpoint(tmp_path / "q8.gguf"), model
     assert isinstance(packed.layers[0].attention.wqkv, PackedLinear)
     rounded = save_checkpoint_tensors(packed, torch.float32)

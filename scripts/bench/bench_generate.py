@@ -77,11 +77,7 @@ from weights import Experts, PackedLinear, WeightFormat
 
 TIMES = ("seconds_per_step", "restore_s", "prefill_s")  # the first of them that a row has tells its rounds
 # a row's key for its ratio to a peer's tokens/s -> how the names of the peer's runs begin
-PEERS = {
-    "times_peer": "transformers ",
-    "times_gpt_fast": "gpt-fast",
-    "times_llama_cpp": "llama.cpp",
-}
+PEERS = {"times_peer": "transformers ", "times_gpt_fast": "gpt-fast", "times_llama_cpp": "llama.cpp"}
 
 
 # ---- rows ----
@@ -144,9 +140,8 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
         row |= {key: t[key] for key in ("error", "lost") if key in t}
         if "step" in t:
             step = statistics.median(t["step"])
-            row |= dict(
-                tokens_per_s=round(work.batch / step, 1), seconds_per_step=t["step"], spread=round(spread(t["step"]), 3)
-            )
+            row |= dict(tokens_per_s=round(work.batch / step, 1), seconds_per_step=t["step"],
+                        spread=round(spread(t["step"]), 3))  # fmt: skip
             if isinstance(run, Ours):
                 # weights are read in every pass: one per token, or with drafts the passes of a round per token
                 weights = weight_bytes(work.model, work.batch) * run.info.get("passes", 1)
@@ -192,10 +187,8 @@ def line(row: dict[str, Any]) -> str:
     if "prefill_overhead" in row:
         text += f" ({100 * row['prefill_overhead']:+.1f} % on full)"
     if "restore_s" in row:
-        text += (
-            f"  {row['file_bytes'] / 2**20:.1f} MiB, written in {statistics.median(row['save_s']):.3f} s, restored in "
-        )
-        text += f"{statistics.median(row['restore_s']):.3f} s"
+        save, restore = (statistics.median(row[key]) for key in ("save_s", "restore_s"))
+        text += f"  {row['file_bytes'] / 2**20:.1f} MiB, written in {save:.3f} s, restored in {restore:.3f} s"
     for key, what in (("times_full", "full"), *PEERS.items()):
         if key in row:
             text += f"  {row[key]:.2f}x {what.strip()}"
@@ -220,14 +213,9 @@ def parser() -> Parser:
     a("--rounds", type=int, default=5, help="rounds that count; default: 5")
     a("--warm-up", type=int, default=1, metavar="N", help="rounds before them; default: 1")
     a("--interleave", action=argparse.BooleanOptionalAction, help="all runs of a size take turns (default: on a CPU)")
-    a(
-        "--peer",
-        nargs="*",
-        default=[],
-        metavar="PEER",
-        help="transformers, bridge:METHOD, gpt-fast:PATH of a checkout, llama.cpp:PATH of its llama-bench "
-        "(scripts/bench/llama_cpp.py says how to build it)",
-    )
+    a("--peer", nargs="*", default=[], metavar="PEER",
+      help="transformers, bridge:METHOD, gpt-fast:PATH of a checkout, llama.cpp:PATH of its llama-bench "
+      "(scripts/bench/llama_cpp.py says how to build it)")  # fmt: skip
     a("--speculate", nargs="+", type=int, default=[], metavar="N", help="also run N drafts by each method and a check")
     a("--acceptance", nargs="+", type=float, default=[0.8], metavar="A", help="enforced chance that a draft is right")
     a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")

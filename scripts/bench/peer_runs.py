@@ -64,19 +64,11 @@ def hf_config(a: ModelArgs) -> Any:
     if not a.plain:
         raise InputError("Llama, Qwen2 and Qwen3 do not compute what this model does: give a --checkpoint")
     kind: Any = t.Qwen3Config if a.qk_norm else t.Qwen2Config if a.qkv_bias else t.LlamaConfig
-    return kind(
-        hidden_size=a.dim,
-        num_hidden_layers=a.n_layer,
-        num_attention_heads=a.n_head,
-        num_key_value_heads=a.n_kv_head,
-        head_dim=a.head_dim,
-        intermediate_size=a.ffn_dim,
-        vocab_size=a.vocab_size,
-        max_position_embeddings=a.max_seq_len,
-        tie_word_embeddings=a.tie_embeddings,
-        # the angles do not change the cost
-        rope_parameters=dict(rope_type="default", rope_theta=a.rope.theta),
-    )
+    rope = dict(rope_type="default", rope_theta=a.rope.theta)  # the angles do not change the cost
+    return kind(hidden_size=a.dim, num_hidden_layers=a.n_layer, num_attention_heads=a.n_head, head_dim=a.head_dim,
+                num_key_value_heads=a.n_kv_head, intermediate_size=a.ffn_dim, vocab_size=a.vocab_size,
+                max_position_embeddings=a.max_seq_len, tie_word_embeddings=a.tie_embeddings,
+                rope_parameters=rope)  # fmt: skip
 
 
 class Transformers(Run):

@@ -29,13 +29,8 @@ def prompts(llm: LLM, checkpoint: Path, length: int) -> dict[str, list[int]]:
     names = "".join(f"{i}. {name}\n" for i, name in enumerate(sorted(sys.stdlib_module_names) * 40, 1))
     text = tk.decode(tk.encode(read_text(TEXT).strip(), bos=False)[: length - 100])
     about = tk.decode(prose[: length - 120]) + "\n\nWhat is this text about? Answer in a few sentences."
-    return dict(
-        prose=prose,
-        code=code,
-        question=llm.encode(f"{text}\n\n{QUESTION}", Chat()),
-        list=llm.encode(names[: 6 * length])[:length],
-        chat=llm.encode(about, Chat()),
-    )
+    return dict(prose=prose, code=code, question=llm.encode(f"{text}\n\n{QUESTION}", Chat()),
+                list=llm.encode(names[: 6 * length])[:length], chat=llm.encode(about, Chat()))  # fmt: skip
 
 
 def gap(llm: LLM, text: list[int], a: int, b: int) -> float:

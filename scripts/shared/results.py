@@ -146,15 +146,10 @@ def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     cuda = device.type == "cuda"
-    return dict(
-        command=" ".join([program(), *sys.argv[1:]]),
-        device=torch.cuda.get_device_name(device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads",
-        **(dict(gpu=gpu(device)) if cuda else {}),
-        versions=dict(python=platform.python_version(), **packages),
-        commit=commit(),
-        date=time.strftime("%Y-%m-%d"),
-        **numbers,
-    )
+    name = torch.cuda.get_device_name(device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
+    return dict(command=" ".join([program(), *sys.argv[1:]]), device=name, **(dict(gpu=gpu(device)) if cuda else {}),
+                versions=dict(python=platform.python_version(), **packages), commit=commit(),
+                date=time.strftime("%Y-%m-%d"), **numbers)  # fmt: skip
 
 
 def write_json(path: str | Path, data: Any) -> None:
