@@ -50,6 +50,8 @@ OTHERS = ("oracle random streaming tova snapkv pyramidkv snapkv,adaptive=True sn
           "expected_attention rkv knorm qfilters lagkv,lag=128 compactor triattention duo quest loki sparq hshare "
           "rocket skip_softmax kivi-4 kivi-2 hadamard turboquant fp8 palu-50")  # fmt: skip
 EVERY = f"full {PAPERS} {OTHERS}"
+DECODING = ("streaming,recent=636 h2o,heavy=320,recent=320 tova,budget=640 snapkv,budget=256,decode_budget=320 "
+            "rkv,budget=512 triattention,budget=512")  # they evict while they decode; 640 slots each # fmt: skip
 EVICTORS = "streaming h2o tova snapkv snapkv,chunk_length=10,kernel=1 pyramidkv keydiff expected_attention rkv knorm"
 PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT)
 MODEL = f"--checkpoint {PUBLISHED} --calibration {os.path.relpath(SMOLLM2_CALIBRATION, ROOT)}"
@@ -60,7 +62,6 @@ ASKED = f"eval.compare {MODEL} --kv-dtype bf16 --threads 1 --max-new-tokens 32"
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
 FOUND_LONG = "--tasks niah_single_1"  # from 4K on it finds a third of the others
 LADDERS = "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --at-once 24"
-PREDICTED = f"eval.perplexity {MODEL} --kv-dtype bf16 --threads 1 --decoded 256 --windows 4 --batch-size 2 --recall 4"
 BESIDE = f"tests.audit.compare_kvpress --checkpoint {PUBLISHED} --threads 1 --max-new-tokens 16"
 DECODE = "bench.bench_generate --threads 2 --synthetic"
 STEP = "bench.bench_attention --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"
@@ -69,6 +70,11 @@ SHAPES = f"{DECODE} --kv-dtype bf16 --random-init llama-3.2-1b"
 
 def parts(line: str, n: int) -> list[str]:
     return [f"{line} --part {i}/{n}" for i in range(1, n + 1)]
+
+
+def predicted(text: str, length: int, methods: str, decoded: int = 256, windows: int = 4, recall: int = 4) -> str:
+    return (f"eval.perplexity {MODEL} --kv-dtype bf16 --threads 1 --decoded {decoded} --windows {windows} "
+            f"--batch-size 2 --recall {recall} --text {text} --length {length} --method {methods}")  # fmt: skip
 
 
 def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
@@ -81,8 +87,9 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
         # every method at one length, for the README
         defaults=parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 2 --at-once 96 --method full "
                        f"{PAPERS}", 2),
-        distances=[f"{PREDICTED} --text {text} --length {n} --method {EVERY}{f' {SLOW}' if n == 2048 else ''}"
-                   for n in (4096, 2048) for text in ("prose", "code")],
+        distances=[predicted(text, n, f"{EVERY}{f' {SLOW}' if n == 2048 else ''}")
+                   for n in (4096, 2048) for text in ("prose", "code")]
+        + [predicted(text, 2256, f"full {DECODING}", 2000, 2, 32) for text in ("prose", "code")],
         bytes=[*parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} --batch-size 10 {LADDERS} --method {HELD_ALL} "
                       f"{' '.join(m for m in READ if m not in HELD)}", 8),
                *parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 5 {LADDERS} --method {held_4k} "
