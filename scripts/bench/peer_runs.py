@@ -115,7 +115,7 @@ class Transformers(Run):
             self.kv = StaticCache(config=self.hf.config, max_cache_len=w.length + w.new)
         else:
             self.kv.reset()  # keeps the buffers, which the compiled step uses
-        kv = w.random_kv()
+        kv = [x.to(w.dtype) for x in w.random_kv()]  # its caches have the dtype of its activations
         for layer in range(self.hf.config.num_hidden_layers):
             self.kv.update(*kv, layer)
         token = w.tokens[:, -1:].to(w.device)
