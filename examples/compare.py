@@ -21,7 +21,7 @@ from runtime.machine import SMOLLM2_CALIBRATION, read_text, smollm2  # noqa: E40
 from runtime.options import Parser, add_calibration  # noqa: E402
 
 # self_index's defaults, 2 bits and 160 tokens, do not always find the key with a model this small.
-METHODS = ["full", "sals-25", "self_index,store_bits=4,budget=512"]
+METHODS = ["full", "razor,window=128", "self_index,store_bits=4,budget=512"]
 QUESTION = "Where is the spare key to the observatory hidden?"
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     ids = llm.encode(prompt, Chat() if chat else None)
     print(f"{Path(opt.checkpoint).name}, a prompt of {len(ids)} tokens, which ends in: ...{prompt[-60:]!r}\n")
     for method in opt.method:
-        llm.use(method).generate([ids[-64:]], 2)  # first use loads code, which is not to be timed
+        llm.use(method).generate([ids[-256:]], 2)  # first use loads code, which is not to be timed
         (c,) = llm.use(method).generate([ids], opt.max_new_tokens)
         print(f"{method}: {c.kv_bytes / 2**20:.1f} MiB, {c.kv_bytes / c.kv_bytes_full:.3f} of full; "
               f"prefill {c.batch.prefill_s:.1f} s, decode {c.decode_tokens_per_s:.1f} tokens/s")  # fmt: skip

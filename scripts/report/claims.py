@@ -8,6 +8,7 @@ from runtime.errors import InputError
 from runtime.machine import ROOT
 from scripts.report import data
 from scripts.report.data import NotMeasured, predicted
+from scripts.report.measure import DECODING
 from scripts.shared.markdown import both_found, percent
 
 FILE = ROOT / "results" / "claims.txt"
@@ -22,7 +23,12 @@ def kl(method: str, tokens: int = 4096) -> str:
     return f"{predicted(method, 'kl', tokens)[0]:.3f}"
 
 
-NAMES = vars(data) | dict(closer=closer, kl=kl, both_found=both_found, percent=percent)
+def read(method: str, tokens: int = 4096) -> float:
+    """The share of full's bytes that a step reads."""
+    return data.windows_of(method, tokens)["read_share"]
+
+
+NAMES = vars(data) | dict(DECODING=DECODING, closer=closer, kl=kl, read=read, both_found=both_found, percent=percent)
 
 
 def claims() -> list[list[str]]:

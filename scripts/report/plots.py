@@ -82,13 +82,16 @@ def accuracy() -> Any:
 
 def distances() -> Any:
     """KL to full through decode, against the bytes that a step reads: a panel per length, a point per setting."""
-    lengths = sorted({r["seq_len"] for r in data.rows_of("distances")})
+    lengths = [n for n in (2048, 4096) if data.windows(n)]
     if not lengths:
         return None
-    fig, axes = plt.subplots(1, len(lengths), figsize=(7.5 * len(lengths), 7), sharey=True, squeeze=False)
-    for ax, n in zip(axes[0], lengths, strict=True):
-        every = {m: row for m, row in data.windows(n).items() if m != "full"}
-        for k, (m, row) in enumerate(sorted(every.items())):
+    names = sorted({m for n in lengths for m in data.windows(n)} - {"full"})
+    fig, axes = plt.subplots(len(lengths), 1, figsize=(11, 7.5 * len(lengths)), squeeze=False)
+    for ax, n in zip(axes[:, 0], lengths, strict=True):
+        every = data.windows(n)
+        for k, m in enumerate(names):
+            if (row := every.get(m)) is None:
+                continue
             (marker, color, _), x = look(k, m), row["read_share"]
             middle, low, high = (max(1e-4, value) for value in data.predicted(m, "kl", n))
             ax.vlines(x, low, high, color=color, linewidth=0.8)
@@ -100,8 +103,8 @@ def distances() -> Any:
         ax.set_xticks(ticks, ["1", *(f"1/{1 / t:.0f}" for t in ticks[1:])])
         ax.minorticks_off()
         ax.set_title(f"{n:,} tokens, prose and code: {count:,} predicted tokens a point", fontsize=10)
+        ax.set_ylabel("KL divergence from full, nats (bars: 95 % over windows)")
         ax.grid(alpha=0.3)
-    axes[0][0].set_ylabel("KL divergence from full, nats (bars: 95 % over windows)")
     fig.tight_layout()
     return fig
 

@@ -81,6 +81,8 @@ def accuracy(page: str) -> str:
 
 
 def distance(method: str, what: str, tokens: int = 4096) -> str:
+    if method == "full":
+        return "-"
     try:
         middle, low, high = data.predicted(method, what, tokens)
     except NotMeasured:
@@ -202,6 +204,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = dict(  # name -> page, text
     accuracy=(PAGE, lambda: accuracy(PAGE)),
     figures=(PAGE, lambda: figures(PAGE, accuracy=AT_EQUAL_BYTES, distances="KL against the bytes that a step reads")),
     found=(PAGE, lambda: sentences(PAGE, "found", "defaults", "long", "distances")),
+    newer=(PAGE, lambda: sentences(PAGE, "newer", "distances", "speed")),
     papers=(PAGE, lambda: papers(PAGE)),
     kvpress=(PAGE, lambda: sentences(PAGE, "kvpress", "kvpress")),
     speed=(PAGE, lambda: speed(PAGE)),
