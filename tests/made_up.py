@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from scripts.eval.ladders import HELD, READ
-from scripts.report.measure import EVERY, PAPERS
+from scripts.report.measure import DECODING, EVERY, PAPERS, SLOW
 
 RUN = dict(device="A CPU, 1 threads", commit="abc1234", date="2026-11-27", command="python -m scripts.eval.compare")
 TASKS = ("niah_single_1", "niah_multikey_1-style")
@@ -40,9 +40,9 @@ def compared(rng, lengths, samples, specs=(), part="1/1"):
     return run
 
 
-def predicted(rng, n):
+def predicted(rng, n, methods=EVERY):
     rows = []
-    for i, method in enumerate(EVERY.split()):
+    for i, method in enumerate(methods.split()):
         kl = 256 * 0.01 * i * rng.random(4)
         sums = dict(nll=(800 + kl).tolist(), kl=kl.tolist(), same=[200.0] * 4, tokens=[256.0] * 4)
         rows.append(dict(method=method, seq_len=n, windows=sums, recall=0.9, read_share=0.02 * (i + 1), kv_share=0.5))
@@ -53,7 +53,9 @@ def timed(**fields):
     """full, and others that are twice as fast."""
     common = dict(batch=1, length=4000, mode="compiled", spread=0.02, tokens_per_s=10.0, times_full=1.0) | fields
     rows = [common | dict(method="full", run="full", times_llama_cpp=2.0)]
-    rows += [common | dict(method=m, run=m, tokens_per_s=20.0, times_full=2.0) for m in PAPERS.split()]
+    rows += [
+        common | dict(method=m, run=m, tokens_per_s=20.0, times_full=2.0) for m in f"{PAPERS} skip_softmax".split()
+    ]
     peers = [{k: v for k, v in common.items() if k != "mode"} | dict(run=p, tokens_per_s=5.0) for p in
              ("llama.cpp Q4_0", "transformers dynamic")]  # fmt: skip
     return RUN | dict(rows=rows + peers)
@@ -69,12 +71,13 @@ def write(folder, samples=20):
         known=[compared(rng, (2048,), 2 * samples)],
         defaults=[compared(rng, (4096,), samples, PAPERS.split())],
         long=[compared(rng, (8192,), samples, PAPERS.split())],
-        distances=[predicted(rng, n) for n in (2048, 2048, 4096)],
+        distances=[*(predicted(rng, 2048, f"{EVERY} {SLOW}") for _ in "ab"), predicted(rng, 4096),
+                   predicted(rng, 2256, f"full {DECODING}")],
         kvpress=[RUN | dict(rows=[pair])],
         speed=[timed(model="SmolLM2-135M-Instruct.Q4_1.gguf", mode=mode) for mode in ("eager", "compiled")]
         + [timed(model="llama-3.2-1b", weights="int4", length=8192)],
         attention=[RUN | dict(rows=[layer | dict(method=m, operator=dict(ms=1.0)) for m in
-                                    ("full", "sals-25", "double_sparsity", "self_index")])],
+                                    ("full", "sals-12.5", "double_sparsity", "self_index")])],
         speculate=[RUN | dict(rows=[dict(method="quest", chance=0.9, times_full=0.7)])],
         restore=[RUN | dict(rows=[dict(method="full", restore_s=[0.5], prefill_s=[50.0])])],
     )  # fmt: skip

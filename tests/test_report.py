@@ -94,7 +94,7 @@ def test_nothing_is_measured(monkeypatch, tmp_path):
 def test_every_claim_can_be_evaluated(results):
     hold, broken = claims.holding()
     assert len(hold) + len(broken) == len(claims.claims()) > 15
-    assert {section for section, *_ in claims.claims()} == {"found", "kvpress", "speed", "speculation"}
+    assert {section for section, *_ in claims.claims()} == {"found", "newer", "kvpress", "speed", "speculation"}
     assert not [text for text in hold + broken if "{" in text]
 
 
