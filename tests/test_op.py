@@ -106,9 +106,9 @@ def test_a_layer_of_an_eager_step_takes_few_python_calls(method, most):
 
 def python_calls(method, n_layer):
     model = Transformer(ModelArgs(dim=64, n_layer=n_layer, n_head=2, n_kv_head=1, ffn_dim=64, vocab_size=32))
-    model.setup_cache(method, 1, 64)
-    token, pos, count = torch.tensor([1]), torch.tensor([40]), Counter()
-    model.prefill(torch.arange(40)[None] % 32, pos)
+    model.setup_cache(method, 2, 64)  # two rows: on Intel, torch multiplies one row in fp32 by itself
+    token, pos, count = torch.tensor([1, 1]), torch.tensor([40, 40]), Counter()
+    model.prefill(torch.arange(40).expand(2, -1) % 32, pos)
     model.decode(token, pos)
     sys.setprofile(lambda frame, event, arg: count.update([event]))
     model.decode(token, pos)
