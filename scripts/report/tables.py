@@ -33,7 +33,8 @@ def sources(page: str, *questions: str, gpu: bool = False) -> str:
         mark = f" **Stale**: {'; '.join(why)}." if why else ""
         minutes = sum(run.get("seconds", 0) for run in runs) / 60
         took = f", {minutes:.0f} minutes" if minutes else ""
-        out.append(f"File: [{path}]({link}), {'; '.join(devices)}, commit {', '.join(commits)}, "
+        on = "; ".join(devices).replace(" 1 threads", " 1 thread")
+        out.append(f"File: [{path}]({link}), {on}, commit {', '.join(commits)}, "
                    f"{', '.join(dates)}{took}.{mark}")  # fmt: skip
     return "\n".join(out)
 

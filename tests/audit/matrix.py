@@ -1,6 +1,6 @@
 """Run the quick tests as other machines would: one factor at a time, then the worst combination.
 
-python -m tests.audit.matrix --out results/matrix.json    # hours on two cores
+python -m tests.audit.matrix --out results/matrix.json    # hours on two cores; a quarter with --share 6
 python -m tests.audit.matrix --only seed-1 avx2 --tests tests/test_weights.py
 python -m tests.audit.matrix --python /path/to/venv/bin/python --only base    # another torch, another Python
 
@@ -74,9 +74,10 @@ def surroundings(env: dict[str, str]) -> Iterator[dict[str, str]]:
                 process.wait()
 
 
-def run(python: str, name: str, tests: list[str]) -> dict[str, Any]:
+def run(python: str, name: str, tests: list[str], share: int) -> dict[str, Any]:
     env, more = FACTORS[name]
-    command = [python, "-m", "pytest", "-n", "auto", "-m", "not slow", "-p", "no:cacheprovider"]
+    env = dict(SEED=str(list(FACTORS).index(name))) | env  # so that each run draws other cases
+    command = [python, "-m", "pytest", "-n", "auto", "-m", "not slow", "-p", "no:cacheprovider", "--share", f"{share}"]
     command += [*([] if STEAL[0] in more else ["--dist", "loadfile"]), *more, *tests]
     start = time.monotonic()
     with surroundings(env) as around:
@@ -90,6 +91,7 @@ def main() -> None:
     p = Parser(__doc__)
     p.add_argument("--only", nargs="+", choices=FACTORS, default=list(FACTORS), metavar="NAME", help=", ".join(FACTORS))
     p.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="these alone")
+    p.add_argument("--share", type=int, default=1, metavar="N", help="one in N of each test's cases, drawn by factor")
     p.add_argument("--python", default=sys.executable, help="of another environment")
     p.add_argument("--out", metavar="F", help="a JSON file, written after each run; its runs are not repeated")
     opt = p.parse_args()
@@ -99,12 +101,13 @@ def main() -> None:
     if asked.returncode:
         raise InputError(f"--python {opt.python} has no torch: name the Python of an environment with the requirements")
     of = dict(zip(("python", "torch"), json.loads(asked.stdout), strict=True))
-    of |= dict(cpu=cpu_name(), capability=torch.backends.cpu.get_cpu_capability(), commit=commit(), tests=opt.tests)
+    of |= dict(cpu=cpu_name(), capability=torch.backends.cpu.get_cpu_capability(), commit=commit(), tests=opt.tests,
+              share=opt.share)  # fmt: skip
     runs = json.loads(Path(opt.out).read_text())["runs"] if opt.out and Path(opt.out).exists() else []
     for name in tqdm(opt.only, unit="run", disable=None):
-        if any(r["factor"] == name and all(r[k] == x for k, x in of.items()) for r in runs):
+        if any(r["factor"] == name and all(r.get(k) == x for k, x in of.items()) for r in runs):
             continue
-        runs.append(of | run(opt.python, name, opt.tests))
+        runs.append(of | run(opt.python, name, opt.tests, opt.share))
         print(name, runs[-1]["counts"], *runs[-1]["failed"], sep="\n    ", flush=True)
         if opt.out:
             with written(opt.out) as f:
