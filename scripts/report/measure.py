@@ -61,7 +61,7 @@ MODEL = f"--checkpoint {PUBLISHED} --calibration {os.path.relpath(SMOLLM2_CALIBR
 ASKED = f"eval.compare {MODEL} --kv-dtype bf16 --threads 1 --max-new-tokens 32"
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
 FOUND_LONG = "--tasks niah_single_1"  # from 4K on it finds a third of the others
-LADDERS = "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --at-once 24"
+LADDERS = "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --batch-size 5"
 BESIDE = f"tests.audit.compare_kvpress --checkpoint {PUBLISHED} --threads 1 --max-new-tokens 16"
 DECODE = "bench.bench_generate --threads 2 --synthetic"
 STEP = "bench.bench_attention --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"
@@ -91,9 +91,9 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
         distances=[predicted(text, n, f"{EVERY}{f' {SLOW}' if n == 2048 else ''}")
                    for n in (4096, 2048) for text in ("prose", "code")]
         + [predicted(text, 2256, f"full {DECODING}", 2000, 2, 32) for text in ("prose", "code")],
-        bytes=[*parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} --batch-size 10 {LADDERS} --method {HELD_ALL} "
+        bytes=[*parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} {LADDERS} --at-once 60 --method {HELD_ALL} "
                       f"{' '.join(m for m in READ if m not in HELD)}", 8),
-               *parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 5 {LADDERS} --method {held_4k} "
+               *parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} {LADDERS} --at-once 30 --method {held_4k} "
                       f"{' '.join(m for m in READ if m not in HELD)}", 4)],
         known=parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} --batch-size 10 --at-once 24 --query-in-prompt "
                     f"--kv 1/2,1/4,1/8 --method {EVICTORS}", 4),
