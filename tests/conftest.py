@@ -60,7 +60,12 @@ def pytest_collection_modifyitems(config, items):
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
 os.environ["KV_FAST_STEPS"] = "0"  # what a test compiles is not what another runs
-from kernels import backend  # noqa: E402
+from kernels import backend, native  # noqa: E402
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("cpp") and not native.available():
+        pytest.skip("no C++ compiler")
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")

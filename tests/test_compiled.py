@@ -33,6 +33,7 @@ def tiny():
     "double_sparsity",
     *(pytest.param(m, marks=pytest.mark.slow) for m in ("kivi", "ojakv", "razor")),
 ])  # fmt: skip
+@pytest.mark.cpp
 def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
     """With inductor's options of this device, which on a CPU call operators from C++."""
     prompts = [tiny[1].encode(t, bos=True) for t in ("import os\n" * 30, "class Reader:\n    def __init__(self")]
@@ -46,6 +47,7 @@ def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
     assert all(step.graphs for step in steps)  # on a CPU no method's graphs need Python between them
 
 
+@pytest.mark.cpp
 def test_a_release_of_torch_that_is_not_known(tiny, monkeypatch):
     """Steps are then torch.compile's own functions: nothing of inductor is replaced, and the tokens are the same."""
     prompts, tokens = [tiny[1].encode("import os\n" * 30, bos=True), [5] * 20], []

@@ -228,6 +228,7 @@ READ_THEN_WRITTEN = """row, slot = torch.arange(len(pos), device=pos.device), fr
         self.mean_k[: len(pos)], self.mean_v[: len(pos)] = left_k, left_v"""
 
 
+@pytest.mark.cpp
 def test_a_step_that_copies_its_cache_is_found(write):
     """As razor did: a slot that is read before it is written made a compiled step copy the cache."""
     source = (ROOT / "kv_methods" / "razor.py").read_text()

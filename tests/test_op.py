@@ -11,7 +11,6 @@ import torch
 from cache.base import connected
 from cache.grammar import method_files
 from cache.spec import make_args, resolve
-from kernels import native
 from kernels.gather_attention import gather_attention
 from kernels.op import OPERATIONS, bytes_read
 from kv_methods.full import Full
@@ -96,7 +95,7 @@ def test_one_list_for_all_heads_is_as_many_rows():
         assert gather_attention.reads(q, k, k, idx, idx[..., 0])["k"] == 2 * 4 * 10 * 64 * 4
 
 
-@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+@pytest.mark.cpp
 @pytest.mark.parametrize("method, most", [("full", 130), ("double_sparsity", 175), ("self_index", 165), ("kivi", 180)])
 def test_a_layer_of_an_eager_step_takes_few_python_calls(method, most):
     """Which version runs is decided once: half of a layer's calls were that choice, made again by every operation."""

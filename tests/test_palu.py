@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class
 from cache.statistic import Tokens
-from kernels import native
 from kernels.group_attention import group_attention
 from kernels.quantize import quantize
 from model import ModelArgs
@@ -195,13 +194,12 @@ def check_operator(case, dtype, backend, monkeypatch, device="cpu"):
     assert (got - want).abs().max() < (1e-4 if dtype == torch.float32 else 3e-2)
 
 
+@pytest.mark.cpp
 @pytest.mark.parametrize("case", OPERATOR, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_cpp_is_torch(case, dtype, monkeypatch):
     """In bf16 by the processor's matrix unit, where it has one."""
     monkeypatch.setattr("kernels.backend.BACKEND", "")
-    if not native.available():
-        pytest.skip("no C++ compiler")
     check_operator(case, dtype, "", monkeypatch)
 
 

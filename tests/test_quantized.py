@@ -269,12 +269,11 @@ def arguments(case, dtype=torch.float32):
     return q, k, v, pos, bias if case[-1] == "bias" else None
 
 
+@pytest.mark.cpp
 @pytest.mark.parametrize("case", OPERATOR + MORE + BIASED, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_cpp_is_torch(case, dtype, monkeypatch):
     """Of the same codes in fp32. With a bf16 cache, queries and weights are integers of 12 to 16 bits."""
-    if not native.available():
-        pytest.skip("no C++ compiler")
     q, k, v, pos, bias = arguments(case, dtype)
     got = quantized_attention(q, k, v, pos, bias=bias).float()
     monkeypatch.setattr("kernels.backend.BACKEND", "torch")

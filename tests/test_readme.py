@@ -41,6 +41,7 @@ def test_generated_sections_are_current():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.cpp  # without a compiler, a note says so
 def test_the_library_section_runs():
     code = dict(BLOCKS)["library"]
     assert code.count("max_new_tokens=16") == 2

@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from engine import LLM, Sampling, compiled, stored
-from kernels import native
 from runtime.machine import TINY
 
+pytestmark = pytest.mark.cpp
 PROMPTS = ["import os\n" * 30, "class Reader:\n    def __init__(self"]
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
     """A folder with the step of two rows, and the tokens that it gave and an eager one gives."""
-    if not native.available():
-        pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("stored")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KV_FAST_STEPS", "1")

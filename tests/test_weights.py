@@ -150,7 +150,7 @@ def test_threads_share_a_product(bits, rows, out, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+@pytest.mark.cpp
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_products_with_weights_as_they_are(data):

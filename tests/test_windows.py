@@ -97,4 +97,4 @@ def test_saved_and_restored_in_a_larger_cache(tmp_path, n):
     model.reset_cache()
     CacheFile(tmp_path / "a").fill(model.cache)
     model.cache[0].rope.set_prompt(torch.tensor([n]))
-    assert torch.equal(steps(), logits)
+    torch.testing.assert_close(steps(), logits, rtol=0, atol=1e-5)  # sums over more slots
