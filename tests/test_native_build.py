@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import generate
 from kernels import backend, native
 from kernels.dense_attention import decode_attention
 from kernels.native import build
@@ -62,6 +63,12 @@ def test_without_a_compiler_torch_runs(tmp_path):
     out, err = (child := process(PATH=str(tmp_path), CXX="nonsense", XDG_CACHE_HOME=str(tmp_path))).communicate()
     assert child.returncode == 0, err
     assert out.split() == ["False", "1"] and err.count("note: ") == 1 and "no C++ compiler found" in err
+
+
+def test_a_compiled_step_without_a_compiler(refused, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "nonsense")
+    assert "needs a C++ compiler: install g++" in refused(generate, "--compile", "--device", "cpu", "--prompt", "a")
 
 
 @pytest.fixture
