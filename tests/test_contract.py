@@ -45,7 +45,10 @@ LONG = ("compiled", "copies", "deep")
 def at_one_setting():
     """Of every check and method; those that compile or decode for long are in `at_every_setting` alone."""
     quick = [(k, AT_A_SETTING.get(k, check)) for k, check in CHECKS.items() if k not in (*SLOW, *LONG)]
-    return [pytest.param(name, check, [settings(name)[-1]] if k in AT_A_SETTING else [], id=f"{k}-{name}")
+    # sals ranks equal tokens of the first layer by rounding, which in torch depends on the number of slots
+    in_cpp = {("sizes", "sals"): [pytest.mark.cpp]}
+    return [pytest.param(name, check, [settings(name)[-1]] if k in AT_A_SETTING else [], id=f"{k}-{name}",
+                         marks=in_cpp.get((k, name), ()))
             for k, check in quick for name in METHODS]  # fmt: skip
 
 
@@ -190,7 +193,11 @@ def write(tmp_path, monkeypatch):
     return to
 
 
-@pytest.mark.parametrize("fault", BROKEN)
+# torch.compile needs a compiler; torch's version of decode_attention takes other dtypes, and gives 0 for NaN
+IN_CPP = {"copies_the_cache", "takes_the_wrong_dtype", "gives_nan"}
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.cpp] * (f in IN_CPP)) for f in BROKEN])
 def test_a_fault_is_found_and_explained(fault, write):
     old, new, check, message = BROKEN[fault]
     assert TOY.count(old) == 1
