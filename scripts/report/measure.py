@@ -91,8 +91,10 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
         distances=[predicted(text, n, f"{EVERY}{f' {SLOW}' if n == 2048 else ''}")
                    for n in (4096, 2048) for text in ("prose", "code")]
         + [predicted(text, 2256, f"full {DECODING}", 2000, 2, 32) for text in ("prose", "code")],
-        bytes=[*parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} {LADDERS} --at-once 60 --method {HELD_ALL} "
-                      f"{' '.join(m for m in READ if m not in HELD)}", 8),
+        # of niah_multikey_1 full finds 4 of 10 at 2K in two parts: too few to count, so the others do not ask it
+        bytes=[*(f"{ASKED} --lengths 2048 --samples 40 {FOUND if i < 2 else FOUND_LONG} {LADDERS} --at-once 60 "
+                 f"--method {HELD_ALL} {' '.join(m for m in READ if m not in HELD)} --part {i + 1}/8"
+                 for i in range(8)),
                *parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} {LADDERS} --at-once 30 --method {held_4k} "
                       f"{' '.join(m for m in READ if m not in HELD)}", 4)],
         known=parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} --batch-size 10 --at-once 24 --query-in-prompt "
