@@ -199,6 +199,8 @@ IN_CPP = {"copies_the_cache", "takes_the_wrong_dtype", "gives_nan"}
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.cpp] * (f in IN_CPP)) for f in BROKEN])
 def test_a_fault_is_found_and_explained(fault, write):
+    if fault == "counts_in_python" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 keeps a module's number as it was when it compiled, without a guard")
     old, new, check, message = BROKEN[fault]
     assert TOY.count(old) == 1
     source = TOY.replace(old, new)
