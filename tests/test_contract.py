@@ -46,9 +46,8 @@ def at_one_setting():
     """Of every check and method; those that compile or decode for long are in `at_every_setting` alone."""
     quick = [(k, AT_A_SETTING.get(k, check)) for k, check in CHECKS.items() if k not in (*SLOW, *LONG)]
     # sals ranks equal tokens of the first layer by rounding, which in torch depends on the number of slots
-    in_cpp = {("sizes", "sals"): [pytest.mark.cpp]}
     return [pytest.param(name, check, [settings(name)[-1]] if k in AT_A_SETTING else [], id=f"{k}-{name}",
-                         marks=in_cpp.get((k, name), ()))
+                         marks=[pytest.mark.cpp] * ((k, name) == ("sizes", "sals")))
             for k, check in quick for name in METHODS]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from cache.trace import observe
 from engine import snapshot
 from engine.snapshot import CacheFile
+from kernels import native
 from runtime.errors import InputError, note_once
 from scripts.contract.harness import poison, prompt, run, teacher, tiny
 
@@ -97,4 +98,4 @@ def test_saved_and_restored_in_a_larger_cache(tmp_path, n):
     model.reset_cache()
     CacheFile(tmp_path / "a").fill(model.cache)
     model.cache[0].rope.set_prompt(torch.tensor([n]))
-    torch.testing.assert_close(steps(), logits, rtol=0, atol=1e-5)  # sums over more slots
+    torch.testing.assert_close(steps(), logits, rtol=0, atol=0 if native.available() else 1e-5)

@@ -84,6 +84,10 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
     held_4k = HELD_ALL.replace("h2o ", "")  # of all methods it alone takes minutes for each prompt of 4K
     timed = f"{EVERY} h2o kvzip"  # attention_matching takes minutes for each prompt
     filled = " ".join(m for m in timed.split() if m not in ("compactor", "rkv"))  # in less than minutes
+    # of niah_multikey_1 full finds 4 of 10 at 2K in two parts: too few to count, so the others do not ask it
+    both, single = (parts(f"{ASKED} --lengths 2048 --samples 40 {tasks} {LADDERS} --at-once 60 --method {HELD_ALL} "
+                          f"{' '.join(m for m in READ if m not in HELD)}", 8)
+                    for tasks in (FOUND, FOUND_LONG))  # fmt: skip
     return dict(
         # every method at one length, for the README
         defaults=parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 2 --at-once 96 --method full "
@@ -91,10 +95,7 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
         distances=[predicted(text, n, f"{EVERY}{f' {SLOW}' if n == 2048 else ''}")
                    for n in (4096, 2048) for text in ("prose", "code")]
         + [predicted(text, 2256, f"full {DECODING}", 2000, 2, 32) for text in ("prose", "code")],
-        # of niah_multikey_1 full finds 4 of 10 at 2K in two parts: too few to count, so the others do not ask it
-        bytes=[*(f"{ASKED} --lengths 2048 --samples 40 {FOUND if i < 2 else FOUND_LONG} {LADDERS} --at-once 60 "
-                 f"--method {HELD_ALL} {' '.join(m for m in READ if m not in HELD)} --part {i + 1}/8"
-                 for i in range(8)),
+        bytes=[*both[:2], *single[2:],
                *parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} {LADDERS} --at-once 30 --method {held_4k} "
                       f"{' '.join(m for m in READ if m not in HELD)}", 4)],
         known=parts(f"{ASKED} --lengths 2048 --samples 40 {FOUND} --batch-size 10 --at-once 24 --query-in-prompt "
