@@ -29,6 +29,7 @@ def anew():
     note_once.cache_clear()
 
 
+@pytest.mark.cpp  # without a compiler, another note may come first
 def test_the_method_takes_the_other_layers(capsys):
     model = sliding()
     for _ in range(2):
