@@ -24,11 +24,13 @@ from fractions import Fraction
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kv_methods.compactor import RIDGE
 from loading.checkpoint import save_checkpoint_tensors
 from loading.tokenizer import Tokenizer
 from loading.tokenizer.turns import chat_parts
@@ -44,6 +46,7 @@ from scripts.shared.results import record, write_json
 from weights import open_checkpoint
 
 WINDOW, SINKS = 64, 4  # kvpress's defaults
+LAG = 128  # kvpress's window of LagKV
 WHOLE = "no press"
 BETA = 5  # a pyramid that both can build; with their default of 20, theirs is SnapKV up to 1280 tokens kept
 SETTINGS = ("tasks", "lengths", "samples", "keep", "seed", "query_in_prompt", "max_new_tokens", "no_chat")
@@ -66,15 +69,22 @@ class Pair:
     def spec(self, n: int) -> str:
         """beta: at which our layers, which do not count the window of 8 in the sequence of sizes, hold as many tokens
         as theirs, which do. fifth, half: parts of what is kept, the window counted in, as parts of what is beside it.
+        lagged: of each window as large a share as n tokens are of 2K.
         """
         fifth, half = ((max(0, int(n * part) - WINDOW) + 0.5) / (n - WINDOW) for part in (0.2, 0.5))
         beta = 1 / (1 - (1 - 1 / BETA) * n / (n - 8))
-        return self.ours.format(n=n, rest=n - SINKS, old=n - n // 2, new=n // 2, beta=beta, fifth=fifth, half=half)
+        return self.ours.format(n=n, rest=n - SINKS, old=n - n // 2, new=n // 2, beta=beta, fifth=fifth, half=half,
+                                lagged=(stays_of(n) + 0.5) / LAG)  # fmt: skip
 
 
 def kept_of(length: int, ratio: float) -> int:
     """The number of tokens kept, rounded as in kvpress."""
     return max(1, int(length * (1 - ratio)))
+
+
+def stays_of(n: int) -> int:
+    """The tokens of a window that both sides of LagKV keep."""
+    return max(1, n * LAG // 2048)
 
 
 def pairs() -> list[Pair]:
@@ -96,6 +106,69 @@ def pairs() -> list[Pair]:
         def prepare(self, *args, **kwargs):
             self.prefix_length, self._suffix_ids = 0, self._suffix_ids[:, :0]
             return super().prepare(*args, **kwargs)
+
+    class Plainly(k.ChunkKVPress):
+        """Without the weights of attention, which it refuses and does not need."""
+
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            return super().compress(module, hidden_states, keys, values, None, kwargs)
+
+    class Chunked(Plainly):
+        """The newest tokens in no chunk, the last chunk cut to the budget."""
+
+        def compress(self, module, hidden_states, keys, values, *rest):
+            press, size, (B, H, n, D) = self.press, self.chunk_length, keys.shape
+            old, want, kept = n - WINDOW, kept_of(n, self.compression_ratio) - WINDOW, list[int]()
+            scores, chunks = press.score(module, hidden_states, keys, values, *rest)[..., :old], -(-old // size)
+            place = torch.arange(old, device=keys.device)[:, None].expand(B, H, old, D)
+            for many in range(max(1, want // size), chunks + 1):
+                self.press = SimpleNamespace(score=lambda *_: scores, compression_ratio=1 - (many + 0.5) / chunks)
+                chosen = super().compress(module, hidden_states, place, place, *rest)[0][0, 0, :, 0].tolist()
+                kept += sorted({*chosen} - {*kept})[: want - len(kept)]
+            self.press, at = press, torch.tensor([*sorted(kept), *range(old, n)], device=keys.device)
+            return keys[:, :, at], values[:, :, at]
+
+    class Lagged(k.LagKVPress):
+        """As many tokens of each window as ours keeps, and so no other number in all."""
+
+        def compress(self, module, hidden_states, keys, *rest):
+            ratio, n = self.compression_ratio, keys.shape[2]
+            dropped = max(0, (n - self.n_sink) // LAG - 1) * (LAG - stays_of(kept_of(n, ratio)))
+            self.compression_ratio = (dropped - 0.5) / n
+            kept = super().compress(module, hidden_states, keys, *rest)
+            self.compression_ratio = ratio
+            return kept
+
+    class Filtered(k.QFilterPress):
+        """With the directions of our calibration: theirs are downloaded. Their sign is the opposite."""
+
+        def post_init_from_model(self, model):
+            self.q_filters = -model.directions()
+
+    padded = k.NonCausalAttnPress.non_causal_chunked_attn
+
+    def unpadded(q, keys, size):
+        """Theirs attends to the padding of a last block that is not full."""
+        whole, n = keys.shape[2] // size * size, keys.shape[2]
+        parts = [(slice(whole), size)] * (whole > 0) + [(slice(whole, n), n - whole)] * (whole < n)
+        return torch.cat([padded(q[:, :, part], keys[:, :, part], m) for part, m in parts], 2)
+
+    class Sketched(k.CompactorPress):
+        """With our sketch of the keys, what we add to the diagonal, and no padding."""
+
+        def score(self, module, hidden_states, keys, *rest):
+            drawn = torch.randn(keys.shape[3], self.sketch_dimension, generator=torch.Generator().manual_seed(0))
+
+            def factor(x, **_):
+                more = RIDGE * x.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+                return torch.linalg.cholesky(x + more * torch.eye(x.shape[-1], device=x.device))
+
+            with (
+                mock.patch.object(torch, "randn", lambda *size, **_: drawn.to(keys.device).expand(size)),
+                mock.patch.object(k.LeverageScorePress, "chol_with_jitter", factor),
+                mock.patch.object(k.NonCausalAttnPress, "non_causal_chunked_attn", staticmethod(unpadded)),
+            ):
+                return super().score(module, hidden_states, keys, *rest)
 
     snap = f"snapkv,budget={{n}},recent={WINDOW},kernel=5,pool=avg"
     h2o, kvzip, expected = "h2o,heavy={old},recent={new}", "kvzip,budget={n}", "expected_attention,budget={n}"
@@ -152,6 +225,19 @@ def pairs() -> list[Pair]:
         Pair("criticalkv", "alike", "CriticalKVPress(SnapKVPress, epsilon=0)",
              lambda r: k.CriticalKVPress(k.SnapKVPress(r), epsilon=0.0),
              f"{snap},value_aware=True,first_stage={{half}}", "our first stage as theirs, and nothing added"),
+        Pair("chunkkv", "default", "ChunkKVPress(SnapKVPress)", lambda r: Plainly(k.SnapKVPress(r)),
+             f"{snap},chunk_length=20", "theirs: newest tokens in chunks, the last chunk not cut"),
+        Pair("chunkkv", "alike", "ChunkKVPress(SnapKVPress), newest tokens apart", lambda r: Chunked(k.SnapKVPress(r)),
+             f"{snap},chunk_length=20", "newest tokens in no chunk, the last chunk cut: no setting of theirs"),
+        Pair("lagkv", "alike", "LagKVPress", Lagged, f"lagkv,sinks=4,lag={LAG},ratio={{lagged}}",
+             "our window and sinks as theirs; of each window as large a share as the tokens kept are of 2K"),
+        Pair("qfilters", "alike", "QFilterPress", Filtered, "qfilters,budget={n},recent=0",
+             "with our directions; ours evicts at every step"),
+        Pair("compactor", "default", "CompactorPress", k.CompactorPress, "compactor,budget={n}",
+             "theirs: heads hold equally many, leverage weighs as much as the share dropped, another sketch"),
+        Pair("compactor", "alike", "CompactorPress(blending=0.5), our sketch, no padding",
+             lambda r: Sketched(r, blending=0.5), "compactor,budget={n},adaptive=False",
+             "our sketch and ridge in theirs, and no attention to padding"),
     ]  # fmt: skip
 
 
@@ -195,6 +281,7 @@ class Theirs:
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
         model.load_state_dict(state, assign=True)
         model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are in no checkpoint
+        model.directions = lambda: ev.model.find_calibration().stack("qfilters.direction")
         self.model, self.stops = model.to(ev.device).eval(), ev.stops
         self.attention = [layer.self_attn for layer in model.model.layers]
         for attention in self.attention:
