@@ -438,14 +438,15 @@ def compare(ev: Evaluation, theirs: Theirs, c: Context, cases: Sequence[Case]) -
     for spec, cache in ev.caches.items():
         ev.model.cache = cache
         said[spec] = ev.decode(first[spec], lengths, [asked], [row["max_new_tokens"]], ev.stops)[0][len(asked) :]
-    results = []
+    results, answers = [], dict[str, list[int]]()
     for p, _, n in cases:
-        spec, held, result = p.spec(n), left[f"{p.theirs}, {n} kept" if p.press else WHOLE], dict[str, Any]()
+        name, spec, result = f"{p.theirs}, {n} kept" if p.press else WHOLE, p.spec(n), dict[str, Any]()
+        if name not in answers:  # pairs may have one press
+            answers[name] = theirs.answer(left[name], length, int(logits.argmax()), asked, row["max_new_tokens"])
         if p.keeps:
-            parts, apart = common(ours[spec], positions(held, left[WHOLE]))
+            parts, apart = common(ours[spec], positions(left[name], left[WHOLE]))
             result = dict(common=round(sum(parts) / len(parts), 4), common_min=round(min(parts), 4), sizes_apart=apart)
-        their = theirs.answer(held, length, int(logits.argmax()), asked, row["max_new_tokens"])
-        results.append(dict(ours=spec, theirs=p.theirs, found=[found(said[spec]), found(their)]) | result)
+        results.append(dict(ours=spec, theirs=p.theirs, found=[found(said[spec]), found(answers[name])]) | result)
     apart = float((first["full"][0].float() - logits).abs().max()) if "full" in first else None
     return dict(task=row["task"], length=row["length"], index=row["index"], tokens=length, logits_apart=apart,
                 cases=results)  # fmt: skip
