@@ -34,7 +34,7 @@ def compared(rng, lengths, samples, specs=(), part="1/1"):
             for method in () if specs else ladder:
                 for share in shares:
                     cell = dict(axis=axis, target=f"1/{share}", method=method, seq_len=n)
-                    cell["spec"] = f"{method},{axis}={share}"
+                    cell["spec"] = f"{method},{axis}={share},of={part[0]}"  # as budgets of parts differ
                     run["cells"].append(cell)
                     run["rows"].append(answered(rng, cell["spec"], n, 1 / share, tasks, samples))
     return run

@@ -42,18 +42,20 @@ def test_paired_intervals():
 def test_parts_make_cells_of_equal_samples(results):
     rows, cells = data.answers("bytes")
     assert len(data.cell("full", "held 1/4", 2048)) == len(data.cell("snapkv", "held 1/4", 2048)) == 2 * 2 * 20
-    assert len(data.cell("quest", "read 1/8", 4096)) == 20 and ("snapkv,kv=4", 2048) in rows
+    assert len(data.cell("quest", "read 1/8", 4096)) == 20 and ("snapkv: kv 1/4", 2048) in rows
     known, unknown = (data.cell("snapkv", "held 1/4", 2048, known=known) for known in (True, False))
     assert known.keys() == unknown.keys() == {(t, i) for t in made_up.TASKS for i in range(40)}  # of 1 and of 2 parts
     each = json.loads((results / "a" / "bytes.json").read_text())["runs"][1]["rows"][0]["niah_single_1_each"]
     assert [data.cell("full", "held 1/4", 2048)["niah_single_1", i] for i in range(1, 40, 2)] == each
     file = results / "a" / "bytes.json"
     runs = json.loads(file.read_text())["runs"]
-    runs[0]["rows"] = [r for r in runs[0]["rows"] if r["method"] != "snapkv,kv=4"]  # it lacks the samples of a part
+    runs[0]["rows"] = [
+        r for r in runs[0]["rows"] if r["method"] != "snapkv,kv=4,of=1"
+    ]  # it lacks the samples of a part
     file.write_text(json.dumps(dict(runs=runs)))
     data._read.cache_clear()
     rows, cells = data.answers("bytes")
-    assert ("snapkv,kv=4", 2048) not in rows and not [c for c in cells if (c["spec"], c["seq_len"]) not in rows]
+    assert ("snapkv: kv 1/4", 2048) not in rows and not [c for c in cells if (c["spec"], c["seq_len"]) not in rows]
     with pytest.raises(data.NotMeasured):
         data.cell("snapkv", "held 1/4", 2048)
     with pytest.raises(data.NotMeasured):

@@ -50,21 +50,27 @@ def rows_of(question: str, gpu: bool = False) -> Iterator[Row]:
 
 def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
     """Setting and tokens -> its row, with the samples of all parts, where they are as many as full's and a task counts;
-    and the cells of ladders."""
+    and the cells of ladders, whose `spec` is their setting's name here: the budgets of parts may be some tokens apart,
+    as their longest samples are."""
     rows: dict[tuple[str, int], Row] = {}
     cells: dict[tuple[str, str, str, int], Row] = {}
     for run in newest(question)[1]:
         first, step = map(int, run["settings"]["part"].split("/"))
-        for row in run["rows"]:
-            here = rows.setdefault((row["method"], row["seq_len"]), row | {f"{t}_each": [] for t in tasks_of([row])})
+        names: dict[tuple[str, int], list[str]] = {}
+        for c in run["cells"]:
+            at, name = (c["axis"], c["target"], c["method"], c["seq_len"]), f"{c['method']}: {c['axis']} {c['target']}"
+            cells[at] = c | dict(spec=name)
+            names.setdefault((c["spec"], c["seq_len"]), []).append(name)
+        for row, name in ((r, name) for r in run["rows"] for name in
+                          names.get((r["method"], r["seq_len"]), [r["method"]])):  # fmt: skip
+            here = rows.setdefault((name, row["seq_len"]), row | {f"{t}_each": [] for t in tasks_of([row])})
             for task in tasks_of([row]):
-                at = [first - 1 + i * step for i in range(len(row[f"{task}_each"]))]
-                here[f"{task}_at"] = here.get(f"{task}_at", []) + at
+                index = [first - 1 + i * step for i in range(len(row[f"{task}_each"]))]
+                here[f"{task}_at"] = here.get(f"{task}_at", []) + index
                 here[f"{task}_each"] = here[f"{task}_each"] + row[f"{task}_each"]
                 here[task] = mean(here[f"{task}_each"])
                 ends = (*here[f"{task}_tokens"], *row[f"{task}_tokens"])
                 here[f"{task}_tokens"] = [min(ends), max(ends)]
-        cells |= {(c["axis"], c["target"], c["method"], c["seq_len"]): c for c in run["cells"]}
     size = {key: [len(row[f"{t}_each"]) for t in tasks_of([row])] for key, row in rows.items()}
     counts = {n for _, n in rows if counted(rows, n)}
     rows = {(m, n): row for (m, n), row in rows.items() if n in counts and size[m, n] == size.get(("full", n))}
