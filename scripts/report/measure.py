@@ -103,7 +103,7 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
         long=parts(f"{ASKED} --lengths 8192 --samples 10 {FOUND_LONG} --batch-size 1 --method full "
                    "self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 sals-25 ojakv-0.8 razor,window=128",
                    2),
-        kvpress=[f"{BESIDE} {FOUND} --lengths 2048 --samples 10 --keep 1/2,1/4,1/8 {more}".rstrip()
+        kvpress=[f"{BESIDE} {FOUND_LONG} --lengths 2048 --samples 10 --keep 1/4 {more}".rstrip()
                  for more in ("", "--query-in-prompt")],
         attention=[f"{STEP} --size 1x8192 1x32768 --method {filled} sals-12.5,budget=512 self_index-7.5",
                    f"{STEP} --size 8x8192 8x32768 --method full {PAPERS} snapkv quest hshare hadamard kivi-4"],
