@@ -563,7 +563,7 @@ def test_fp8(what, tmp_path, capsys):
     with torch.inference_mode():
         for n in (1, 40):  # few rows and many have products of their own
             ours, want = model(ids[:, :n]), plain(ids[:, :n])
-            assert (ours - want).abs().max() < 1e-4 * want.abs().max()
+            assert (ours - want).abs().max() < 1e-3 * want.abs().max()  # AMX: each product is off by about 2^-16
 
 
 FP8_BROKEN = {
