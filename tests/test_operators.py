@@ -30,6 +30,8 @@ ELSEWHERE = {
 # whose versions agree to the bit
 EXACT = {"quantize", "store_labels", "rotate_token", "rotate_query", "rotate_append", "scale_heads"}
 READS_ALL = {"packed_gather_attention"}  # whose torch version multiplies what is not chosen, at weight 0
+if torch.cpu._is_amx_tile_supported():  # torch's product of bf16 rows of odd length multiplies the number behind by 0
+    READS_ALL |= {"latent_attention"}
 
 
 def versions(name: str) -> list[str]:
