@@ -65,6 +65,8 @@ def write(folder, samples=20):
     """results/ with a file of every question."""
     rng = np.random.default_rng(1)
     pair = dict(setting="alike", ours="snapkv", theirs="SnapKVPress", common=1.0, a_ours=[1, 0], a_theirs=[1, 0])
+    pairs = [pair | dict(method="snapkv")]
+    pairs += [pair | dict(method=m, a_ours=[0, 0]) for m in ("knorm", "qfilters")]  # they evict at every step
     layer = dict(model="llama-3.1-8b", batch=1, length=32768, times_dense=2.0, times_dense_spread=0.1, limit_share=0.5)
     files = dict(
         bytes=[compared(rng, (2048,), samples, part=f"{i}/2") for i in (1, 2)] + [compared(rng, (4096,), samples)],
@@ -73,7 +75,7 @@ def write(folder, samples=20):
         long=[compared(rng, (8192,), samples, PAPERS.split())],
         distances=[*(predicted(rng, 2048, f"{EVERY} {SLOW}") for _ in "ab"), predicted(rng, 4096),
                    predicted(rng, 2256, f"full {DECODING}")],
-        kvpress=[RUN | dict(rows=[pair])],
+        kvpress=[RUN | dict(rows=pairs)],
         speed=[timed(model="SmolLM2-135M-Instruct.Q4_1.gguf", mode=mode) for mode in ("eager", "compiled")]
         + [timed(model="llama-3.2-1b", weights="int4", length=8192)],
         attention=[RUN | dict(rows=[layer | dict(method=m, operator=dict(ms=1.0)) for m in
