@@ -563,7 +563,8 @@ def test_fp8(what, tmp_path, capsys):
     with torch.inference_mode():
         for n in (1, 40):  # few rows and many have products of their own
             ours, want = model(ids[:, :n]), plain(ids[:, :n])
-            assert (ours - want).abs().max() < 1e-3 * want.abs().max()  # AMX: each product is off by about 2^-16
+            tiles = n == 40 and torch.cpu._is_amx_tile_supported()  # a product by AMX is off by about 2^-16
+            assert (ours - want).abs().max() < (1e-3 if tiles else 1e-4) * want.abs().max()
 
 
 FP8_BROKEN = {

@@ -79,19 +79,7 @@ def run(python: str, name: str, tests: list[str], share: int) -> dict[str, Any]:
     env = dict(SEED=str(list(FACTORS).index(name))) | env  # so that each run draws other cases
     threads = int(env.get("OMP_NUM_THREADS", "1"))  # workers whose threads share a core wait for each other
     workers = max(1, (os.cpu_count() or 1) // threads)
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-n",
-        f"{workers}",
-        "--share",
-        f"{share}",
-        "-m",
-        "not slow",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [python, *f"-m pytest -n {workers} --share {share} -p no:cacheprovider -m".split(), "not slow"]
     command += [*([] if STEAL[0] in more else ["--dist", "loadfile"]), *more, *tests]
     start = time.monotonic()
     with surroundings(env) as around:
