@@ -112,9 +112,9 @@ import torch
 
 from cache.spec import describe
 from engine import LLM, Chat, Completion, Ended, Sampling
+from engine.compiled import check_compiler
 from engine.decode import Batch, Tally
 from engine.snapshot import CacheFile
-from kernels.native.build import compiler
 from loading.tokenizer.base import stop_strings
 from loading.tokenizer.chat import template_variable
 from runtime import parallel
@@ -314,11 +314,8 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError("--load-cache brings its prompt: drop --prompt, --prompt-file and --system")
     if opt.pack is not None and not opt.save_cache:
         raise InputError("--pack makes a small file of a saved cache: add --save-cache FILE")
-    if opt.compile and (device == "cpu" or not torch.cuda.is_available()):
-        try:
-            compiler()
-        except OSError:
-            raise InputError("--compile on a CPU needs a C++ compiler: install g++, or leave --compile out") from None
+    if opt.compile:
+        check_compiler(device)
     check_out(opt.profile, "--profile")
     check_out(opt.save_cache, "--save-cache")
     opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded

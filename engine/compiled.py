@@ -21,9 +21,10 @@ from engine import inductor
 from engine.inductor import CompiledCall, compiling, in_native_code, many_kinds
 from engine.stored import StoredStep
 from kernels import native, op
+from kernels.native.build import compiler
 from model import Transformer, layer_step
 from runtime.errors import InputError
-from runtime.machine import side_stream
+from runtime.machine import pick_device, side_stream
 
 # A graph takes the C++ compiler 4 s on a core, mostly for headers. If there are more kinds of layers than this, as when
 # each has its own budget, GROUP of the further layers share a graph.
@@ -67,10 +68,20 @@ def torch_compile(function: Callable[..., Any], device: torch.device) -> Callabl
 
     @functools.cache  # called first when a graph is needed: importing the compiler takes seconds
     def compiled() -> Callable[..., Any]:
+        check_compiler(device.type)
         # not dynamic: a cache of another size, as for a run's last batch, gets another static graph
         return torch.compile(own, fullgraph=True, dynamic=False, options=compiler_options(device))
 
     return lambda *args: compiled()(*args)
+
+
+def check_compiler(device: str | None) -> None:
+    """Raises InputError if a graph for the device of this name needs a C++ compiler and there is none."""
+    try:
+        if pick_device(device).type != "cuda":
+            compiler()
+    except OSError:
+        raise InputError("a compiled step on a CPU needs a C++ compiler: install g++, or leave --compile out") from None
 
 
 def compiler_options(device: torch.device) -> dict[str, Any]:
@@ -83,9 +94,10 @@ def compiler_options(device: torch.device) -> dict[str, Any]:
     file.
     """
     if device.type != "cuda":
+        options = inductor.vector_options()
         if not inductor.KNOWN:
-            return {}
-        options: dict[str, Any] = {
+            return options
+        options |= {
             "cpp_wrapper": True,
             "cpp_wrapper_build_separate": True,
             "cpp_cache_precompile_headers": False,

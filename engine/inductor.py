@@ -23,6 +23,17 @@ RELEASES = ("2.11", "2.12", "2.13")
 KNOWN = torch.__version__.rpartition(".")[0] in RELEASES  # 2.13.0+cpu
 
 
+def vector_options() -> dict[str, Any]:
+    """The width of vectors that inductor chooses for this processor, as an option, and so in the key of its cache:
+    else a cache filled on another processor gives code for wider vectors, which are then half written."""
+    try:
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        return {"cpp.simdlen": pick_vec_isa().bit_width()}
+    except (ImportError, AttributeError):  # a release that is not known
+        return {}
+
+
 def in_native_code(calls: list[CompiledCall]) -> Callable[..., Tensor] | None:
     """The calls in sequence, run without Python; None if one of them needs Python."""
     links = [link for call in calls if (link := call.link())]

@@ -261,7 +261,7 @@ def test_a_step_looks_again_for_another_batch_and_not_for_other_threads(tiny, mo
 
 @pytest.mark.slow
 def test_the_next_run_compiles_nothing(tmp_path):
-    """It finds everything in inductor's cache on disk, for another prompt and seed, too."""
+    """It finds everything in inductor's cache on disk, for another prompt, too, and nothing for another processor."""
     code = """
 import json, sys
 import torch, engine as E
@@ -271,9 +271,10 @@ llm.generate([[5] * int(sys.argv[1])], int(sys.argv[2]), E.Sampling(0.8, seed=in
 print(json.dumps(dict(counters["aot_autograd"])))
 """
     env, found = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)), []
-    for given in (("200", "3"), ("20", "5")):
-        done = subprocess.run([sys.executable, "-c", code, *given], cwd=ROOT, env=env, capture_output=True, text=True)
+    for *given, isa in (("200", "3", {}), ("20", "5", {}), ("20", "5", {"ATEN_CPU_CAPABILITY": "default"})):
+        command = [sys.executable, "-c", code, *given]
+        done = subprocess.run(command, cwd=ROOT, env=env | isa, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         counted = json.loads(done.stdout)
         found.append((counted.get("autograd_cache_miss", 0), counted.get("autograd_cache_hit", 0)))
-    assert found == [(3, 0), (0, 3)]
+    assert found == [(3, 0), (0, 3), (3, 0)]

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import generate
+from engine import LLM
 from kernels import backend, native
 from kernels.dense_attention import decode_attention
 from kernels.native import build
+from runtime.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.cpp
@@ -33,6 +35,7 @@ SAY = """
 import sys, torch
 from kernels.dense_attention import decode_attention
 from kernels.native import build
+from runtime.errors import InputError
 from kernels.select import budget_select
 torch.manual_seed(0)
 q, k, v = torch.randn(1, 2, 32), torch.randn(1, 1, 50, 32), torch.randn(1, 1, 50, 32)
@@ -69,6 +72,8 @@ def test_a_compiled_step_without_a_compiler(refused, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "nonsense")
     assert "needs a C++ compiler: install g++" in refused(generate, "--compile", "--device", "cpu", "--prompt", "a")
+    with pytest.raises(InputError, match="compiler: install g"):
+        LLM(compile=True).generate("import os", 2)
 
 
 @pytest.fixture
