@@ -53,7 +53,8 @@ class Conversation:
         if self.chat:
             ids = llm.tokenizer.encode_chat(messages, **self.chat.variables)
         else:
-            ids = cached + llm.tokenizer.encode(text if not cached else "\n" + text, bos=not cached)
+            tk = llm.tokenizer
+            ids = cached + (tk.encode_after(cached, f"\n{text}", True) if cached else tk.encode(text))
         # if another call has the cache, or the template rewrote an earlier turn, read the whole text again
         if self.stale or not session.owns_cache or ids[: len(cached)] != cached:
             cached = []

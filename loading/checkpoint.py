@@ -84,6 +84,8 @@ def load_checkpoint(
         if name == "model.embed_tokens.weight":
             embedding = value
         if name not in targets:
+            if reader.format == "gptq" and name.endswith("_proj.bias") and not _dense(value).any():
+                continue  # AutoGPTQ writes them for modules that have none
             why = f"it is of an adapter: {MERGE}" if ".lora_" in name else "the model of config.json has none such"
             raise InputError(f"unexpected tensor {name} in {path}: {why}")
         target = targets.pop(name)

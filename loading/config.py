@@ -308,7 +308,12 @@ def _experts_from_hf(c: dict[str, Any], n_layer: int) -> dict[str, Any]:
 def _windows_from_hf(c: dict[str, Any], family: Family, n_layer: int) -> tuple[int | None, ...]:
     """The windows of layers that slide: all of a family, or as layer_types, or a pattern of windows, says."""
     window, switched = c.get("sliding_window"), "use_sliding_window" in family.reads
-    if window is None or (switched and not c.get("use_sliding_window")):
+    if window is None:
+        return ()
+    if switched and not c.get("use_sliding_window"):
+        if "sliding_attention" in (c.get("layer_types") or ()):
+            raise InputError("config.json: layer_types has sliding_attention, but use_sliding_window is not true: "
+                             "correct one of them")  # fmt: skip
         return ()
     types = _layer_types(c, family, n_layer)
     if not family.slides:
@@ -353,7 +358,8 @@ def _ropes_from_hf(
     ):
         raise InputError(f"config.json: rope_parameters of a {c['model_type']} must be objects by layer type, without "
                          "rope_scaling beside them")  # fmt: skip
-    full = read(rope_scaling=None, rope_parameters=by_type.get("full_attention") or scaling)
+    own = dict(original_max_position_embeddings=None) if by_type else {}  # an object by type has its own
+    full = read(rope_scaling=None, rope_parameters=by_type.get("full_attention") or scaling, **own)
     local = read(
         rope_scaling=None, rope_parameters=by_type.get("sliding_attention"), rope_theta=c.get(family.local_theta)
     )
@@ -383,9 +389,12 @@ def _rope_from_hf(c: dict[str, Any], family: Family, max_seq_len: int, head_dim:
     rotated = int(head_dim * _number(dict(partial_rotary_factor=part), "partial_rotary_factor", integer=False, most=1))
     if rotated < 2 or rotated % 2:
         raise InputError(f"config.json: partial_rotary_factor {part} turns {rotated} of {head_dim} channels, no pairs")
-    for key in {"llama_4_scaling_beta"} & {*family.reads} | IGNORED.get(rope_type, set()):
+    grows = "llama_4_scaling_beta" in family.reads and p.pop("llama_4_scaling_beta", None)
+    for key in IGNORED.get(rope_type, set()):
         p.pop(key, None)
     known = {k: v for k, v in p.items() if k in ROPE_KEYS[rope_type] and v is not None}
+    if grows and p.get("original_max_position_embeddings"):  # from where queries grow, with any rope
+        known["original_max_position_embeddings"] = p["original_max_position_embeddings"]
     extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[rope_type]
     if rope_type != "default" and extra - {"original_max_position_embeddings"}:
         raise InputError(f"config.json: rope parameter {sorted(extra)[0]!r} is not known for rope type {rope_type!r}")

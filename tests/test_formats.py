@@ -21,7 +21,7 @@ from formats_files import (
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
 
-from loading.checkpoint import load_checkpoint, tensors_of
+from loading.checkpoint import load_checkpoint, random_transformer, tensors_of
 from loading.config import args_from_hf
 from runtime import errors
 from runtime.errors import InputError
@@ -194,6 +194,8 @@ SCALINGS = {
         dict(ARCH__rope__scaling__type="linear", ARCH__rope__scaling__factor=4.0),
         dict(rope_type="linear", factor=4.0),
     ),
+    "linear, not named": (dict(ARCH__rope__scaling__factor=4.0), dict(rope_type="linear", factor=4.0)),
+    "linear, of older files": (dict(ARCH__rope__scale_linear=4.0), dict(rope_type="linear", factor=4.0)),
     "yarn": (
         dict(ARCH__rope__scaling__type="yarn", ARCH__rope__scaling__factor=4.0,
              ARCH__rope__scaling__original_context_length=64),
@@ -288,9 +290,8 @@ def test_gptq(bits, group, sym, version, tmp_path):
     codes, zeros, scales, w = random_codes(128, 24, size, bits, sym, seed=bits + size)
     module = pack_gptq(codes, zeros, scales, size, bits, version)
     plain = torch.randn(4, 4, dtype=torch.float16)
-    bias = {f"{NAME}.bias": torch.zeros(24, dtype=torch.float16)}  # as AutoGPTQ writes them everywhere
     folder = write_folder(tmp_path / "a", CONFIG, gptq_settings(bits, group, sym, version),
-                          {NAME: module, "lm_head.weight": plain} | bias)  # fmt: skip
+                          {NAME: module, "lm_head.weight": plain})  # fmt: skip
     reader = open_checkpoint(folder)
     read = dict(reader.tensors())
     assert reader.format == "gptq" and args_from_hf(reader.config).dim == 64
@@ -299,6 +300,38 @@ def test_gptq(bits, group, sym, version, tmp_path):
     t = read[f"{NAME}.weight"]
     assert torch.equal(dense(t), w) and reader.layouts() == ({f"{NAME}.weight": Layout(bits, size)}, None)
     assert (t.bits, t.group, t.zero is None, t.minimum is None) == (bits, size, sym or bits == 8, sym or bits == 4)
+
+
+BIASED = {
+    "llama": {},
+    "qwen2": {},
+    "qwen2_moe": dict(
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
+    "seed_oss": dict(attention_bias=True, attention_out_bias=False),
+    "internlm3": dict(qkv_bias=True, bias=True),
+}
+
+
+@pytest.mark.parametrize("kind", BIASED)
+def test_gptq_writes_a_bias_for_every_module(kind, tmp_path):
+    """Of zeros where the model has none: only the model tells."""
+    config = CONFIG | dict(model_type=kind, intermediate_size=64, num_key_value_heads=4) | BIASED[kind]
+    whole, tensors = tensors_of(random_transformer(args_from_hf(config), "cpu", torch.float32)), {}
+    for name, target in whole.items():
+        module, _, part = name.rpartition(".")
+        if not module.endswith("_proj"):
+            tensors[name] = target.read()
+        elif part == "weight":
+            rows, inputs = target.shape
+            tensors[module] = pack_gptq(*random_codes(inputs, rows, 32, 4, False)[:3], 32, 4, 1)
+            tensors[f"{module}.bias"] = torch.randn(rows) if f"{module}.bias" in whole else torch.zeros(rows)
+    read = tensors_of(load_checkpoint(write_folder(tmp_path / "a", config, gptq_settings(sym=False), tensors)))
+    assert all(torch.equal(t.read(), tensors[name]) for name, t in read.items() if name.endswith("_proj.bias"))
+    if kind == "llama":
+        tensors[f"{NAME}.bias"] += 1
+        with pytest.raises(InputError, match="down_proj.bias .* has none such"):
+            load_checkpoint(write_folder(tmp_path / "b", config, gptq_settings(sym=False), tensors))
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -394,7 +427,6 @@ GPTQ_BROKEN = {
     "no scales": (lambda m: m.pop("scales"), "scales is missing"),
     "groups": (lambda m: m.update(scales=m["scales"][:3]), r"expected \[4, 24\]"),
     "dtype": (lambda m: m.update(qweight=m["qweight"].long()), "int64, expected int32"),
-    "bias": (lambda m: m.update(bias=torch.ones(24)), "bias.*not zero"),
     "vector": (lambda m: m.update(qzeros=m["qzeros"].flatten()), "matrices"),
 }
 
@@ -517,7 +549,7 @@ FP8 = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_b
            modules_to_not_convert=["lm_head"])  # fmt: skip
 
 
-def fp8_folder(folder, config, block, scales=torch.float32, **changes):
+def fp8_folder(folder, config, block, scales=torch.float32, name_of_scales="weight_scale_inv", **changes):
     """A folder in FP8: each block's largest number is 448. -> the weights that it stands for."""
     tensors, stands = model_tensors(config), {}
     for name, w in list(tensors.items()):
@@ -532,7 +564,7 @@ def fp8_folder(folder, config, block, scales=torch.float32, **changes):
             scale[i, j] = w[part].abs().max() / 448
             codes[part] = (w[part] / scale[i, j].float()).clamp(-448, 448).to(torch.float8_e4m3fn)
             stands[name][part] = codes[part].float() * scale[i, j].float()
-        tensors |= {name: codes, f"{name}_scale_inv": scale if block else scale[0, 0]}
+        tensors |= {name: codes, f"{name.rpartition('.')[0]}.{name_of_scales}": scale if block else scale[0, 0]}
     said = FP8 | dict(weight_block_size=list(block) if block else None) | changes
     return write_folder(folder, config | dict(tie_word_embeddings=False), said, tensors), stands
 
@@ -542,6 +574,7 @@ FP8_CASES = {
     "scales in bf16": ((16, 32), dict(scales=torch.bfloat16)),
     "rows and inputs left over": ((48, 48), {}),
     "a tensor": (None, dict(activation_scheme="static")),
+    "of AutoFP8": (None, dict(activation_scheme="static", name_of_scales="weight_scale")),
 }
 
 

@@ -23,6 +23,7 @@ from loading.tokenizer import load_tokenizer
 from loading.tokenizer.chat import template_variable
 from loading.tokenizer.gguf import PRE
 from loading.tokenizer.library import CHAR_BYTES, GPT2, LLAMA3, QWEN2
+from loading.tokenizer.turns import Chat, ChatParts
 from runtime.errors import InputError
 from runtime.machine import TINY
 from weights.gguf_config import stop_ids
@@ -246,6 +247,22 @@ def test_stop_ids_are_a_union(tmp_path):
     assert ours.eos_ids == {5, 7, 9, tok.token_to_id("<|im_end|>")}
 
 
+@pytest.mark.parametrize("files", [dict(generation_config={"eos_token_id": [561]}),
+                                   dict(tokenizer_config={"eos_token": "<|turn|>"})])  # fmt: skip
+def test_stop_tokens_keep_their_flags(files, tmp_path):
+    """Phi's turns end in tokens that take the blanks beside them."""
+    tok = llama3(bos=False)
+    flags = dict(special=True, normalized=False)
+    tok.add_special_tokens([hf.AddedToken("<|turn|>", lstrip=True, rstrip=True, **flags)])
+    assert tok.token_to_id("<|turn|>") == 561
+    ours = load_json(tmp_path, tok, **files)
+    assert ours.eos_ids == {561}
+    for text in ("a \n<|turn|> \n b<|turn|>\n", "<|turn|>", f"{' ' * 99}<|turn|>x \n<|turn|> <|end|> <|turn|>"):
+        assert ours.encode(text) == tok.encode(text).ids
+        parts = [id or tok.encode(part).ids for part, id in ours.split_added(text, True)]
+        assert ours.encode(text) == [i for part in parts for i in (part if isinstance(part, list) else [part])]
+
+
 @pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
 def test_added_tokens_keep_their_ids(where, tmp_path):
     """Where ids are left out before them; the library alone numbers them without gaps."""
@@ -355,6 +372,19 @@ def test_sentencepiece_vocabulary(prefix, tmp_path, sp_protos):
         assert ours.decode(ours.encode(text)) == its.decode(its.encode(text))
     assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (its.bos_id, its.eos_ids, its.vocab_size)
     assert ours.text_ids == its.text_ids
+
+
+@pytest.mark.parametrize("arch", ["phi3", "llama"])
+def test_special_tokens_of_phi3_take_the_blanks_behind_them(arch, tmp_path, sp_protos):
+    (tmp_path / "tokenizer.model").write_bytes(sp_protos["llama"])
+    w = gguf.GGUFWriter(tmp_path / "a.gguf", arch)
+    sentencepiece_vocab(w, tmp_path)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.close()
+    ours = load_tokenizer(tmp_path / "a.gguf")
+    assert (ours.encode("</s>\n a") == ours.encode("</s>a")) == (arch == "phi3")
+    assert ours.encode("<s>\n a") != ours.encode("<s>a")
 
 
 STOPS = {
@@ -790,6 +820,38 @@ def test_what_a_user_says_is_no_special_token(chatty, text):
     assert ids[1 : ids.index(end)] == ours.encode_text(said, False, first=False)
     if "<|im_end|>" not in text:  # and then they are those of the whole text
         assert ids == ours.encode(ours.apply_chat_template(said_by_both), bos=False)
+
+
+TURNS = {
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+               "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
+    "tinyllama": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+                 "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    "none": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", TURNS)
+@pytest.mark.parametrize("kind", ["sentencepiece", "legacy", "llama3", *(k for k in LIBRARY if k.startswith("llama2"))])
+def test_the_parts_of_a_conversation_are_those_of_the_whole(kind, template, tmp_path, sp_protos):
+    """Many tokenizers put a space before a text: none before what follows a text."""
+    bos, eos = ("<|begin|>", "<|end|>") if kind == "llama3" else ("<s>", "</s>")
+    config = dict(bos_token=bos, eos_token=eos)
+    config |= dict(chat_template=TURNS[template]) if template != "none" else {}
+    if kind in LIBRARY:
+        ours = load_json(tmp_path, LIBRARY[kind](), tokenizer_config=config)
+    else:
+        config |= dict(legacy=kind == "legacy")
+        ours = load_tokenizer(write(tmp_path, tokenizer_config=config, **{"tokenizer.model": sp_protos["llama"]}))
+    context, question, answer = "The cat sat.\n", "Where is it?", "On the mat."
+    parts = Chat().parts(ours) if template != "none" else ChatParts()
+    ids = parts.opening(ours, context) + parts.closing(ours, question)
+    said = [dict(role="user", content=context + question), dict(role="assistant", content=answer)]
+    assert ids == (ours.encode_chat(said[:1]) if template != "none" else ours.encode(context + question))
+    ids += ours.encode_after(ids, answer) + parts.closing(ours, "Who?", turn=1)
+    whole = f"{context}{question}{answer}\nWho?"
+    asked = [*said, dict(role="user", content="Who?")]
+    assert ids == (ours.encode_chat(asked) if template != "none" else ours.encode(whole))
 
 
 def test_a_template_that_changes_what_is_said(tmp_path):

@@ -98,6 +98,8 @@ CASES = {  # transformers' config class, and what differs from SIZES
     "qwen3-moe-not-normed": ("Qwen3Moe", dict(EXPERTS, head_dim=16, attention_bias=True, rope_parameters=YARN)),
     "ministral": ("Ministral", dict(sliding_window=8, layer_types=TYPES[::-1], head_dim=32)),
     "ministral3": ("Ministral3", dict(head_dim=32, rope_parameters=MINISTRAL3)),
+    "ministral3-linear": ("Ministral3", dict(head_dim=32, rope_parameters=dict(
+        LINEAR, llama_4_scaling_beta=0.5, original_max_position_embeddings=16))),
     "mistral3-images": ("Mistral3", dict(text_config=dict(SIZES, sliding_window=8, model_type="mistral"),
                                          vision_config=PIXTRAL)),
     "ministral3-images": ("Mistral3", dict(text_config=dict(SIZES, head_dim=32, model_type="ministral3",
@@ -378,6 +380,12 @@ def test_attn_factor_is_ignored_and_said(tmp_path, capsys):
     assert (ours - hf_forward(hf, tokens)).abs().max() < TOL
 
 
+def test_a_length_beside_ropes_by_type_is_not_theirs():
+    """As transformers reads it; it counts beside one rope for all layers."""
+    config = SIZES | dict(model_type="olmo3", sliding_window=8, rope_parameters=BY_TYPE)
+    assert args_from_hf(config | dict(original_max_position_embeddings=8)).rope == args_from_hf(config).rope
+
+
 @pytest.mark.parametrize("name", ["cohere", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma2", "starcoder2", "glm4"])
 def test_other_architectures_are_refused_with_the_bridge_named(name):
     with pytest.raises(InputError, match=f"'{name}'.*engine/bridge.py"):
@@ -393,6 +401,7 @@ def test_other_architectures_are_refused_with_the_bridge_named(name):
     dict(model_type="gemma3_text", rope_parameters=dict(rope_theta=1e4)),
     dict(model_type="olmo3", rope_parameters=BY_TYPE, rope_scaling=YARN),
     dict(model_type="smollm3", use_sliding_window=True, sliding_window=0), dict(hidden_act=["silu"]),
+    dict(model_type="smollm3", use_sliding_window=False, sliding_window=8, layer_types=TYPES),
     dict(model_type="ministral3", rope_parameters=dict(MINISTRAL3, llama_4_scaling_beta="x")),
     dict(model_type="smollm3", no_rope_layers=[1]), dict(model_type="smollm3", no_rope_layers="all"),
     dict(model_type="granite", residual_multiplier="x"), dict(model_type="granite", logits_scaling=0),

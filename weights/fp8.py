@@ -1,8 +1,9 @@
 """FP8 as Qwen and DeepSeek publish it (quant_method fp8): e4m3 codes with a scale per block of rows and inputs.
 
-Per module: weight float8_e4m3fn [out, in] and weight_scale_inv, by which codes are multiplied: [out / b, in / c] by
-weight_block_size [b, c], or one number without it. Modules that were not converted have a plain weight. The published
-models round activations to 8 bits, too, which is not done here. Reference: transformers, integrations/finegrained_fp8.
+Per module: weight float8_e4m3fn [out, in] and weight_scale_inv (of AutoFP8: weight_scale), by which codes are
+multiplied: [out / b, in / c] by weight_block_size [b, c], or one number without it. Modules that were not converted
+have a plain weight. The published models round activations to 8 bits, too, which is not done here. Reference:
+transformers, integrations/finegrained_fp8.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from weights.codes import Codes, dtype_name, floats
 from weights.settings import Settings, not_performed
 from weights.shards import FLOATS, Layouts, Shards, layouts_of, with_suffix
 
+SCALES = ("weight_scale_inv", "weight_scale")
 PARTS = ("activation_scale", "input_scale", "k_scale", "v_scale")  # of activations and of the KV cache: not used
 
 
@@ -37,11 +39,12 @@ class FP8:
         """Yields (name, tensor) for all tensors."""
         for name in shards:
             module, _, part = name.rpartition(".")
-            if part == "weight_scale_inv":
+            if part in SCALES:
                 if shards.dtype(f"{module}.weight") != "F8_E4M3":
                     raise InputError(f"{shards.source(name)} scales no weight in float8_e4m3fn: download it again")
             elif shards.dtype(name) == "F8_E4M3":
-                yield name, self.weight(shards, name, f"{module}.weight_scale_inv")
+                scale = next((x for x in SCALES if f"{module}.{x}" in shards), SCALES[0])
+                yield name, self.weight(shards, name, f"{module}.{scale}")
             elif part not in PARTS:
                 yield name, shards.get(name, FLOATS)
 
@@ -58,7 +61,8 @@ class FP8:
     def layouts(self, shards: Shards) -> Layouts:
         """The layouts of the weights, from their shapes."""
         found = {}
-        for m in with_suffix(shards, ".weight_scale_inv"):
-            if len(size := shards.shape(f"{m}.weight")) == 2:
-                found[f"{m}.weight"] = (f"{m}.weight_scale_inv", 8, self.block[1] if self.block else size[1])
+        for scale in SCALES:
+            for m in with_suffix(shards, f".{scale}"):
+                if len(size := shards.shape(f"{m}.weight")) == 2:
+                    found[f"{m}.weight"] = (f"{m}.{scale}", 8, self.block[1] if self.block else size[1])
         return layouts_of(shards, found)

@@ -221,7 +221,7 @@ def _dtype(file: GGUFFile) -> str:
 
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Any] | None:
     """Hugging Face's rope_scaling: linear and yarn from metadata, llama3 from the tensor of its divisors."""
-    scaling = file.text(f"{arch}.rope.scaling.type", "none")
+    scaling = file.text(f"{arch}.rope.scaling.type", "linear")  # older files give a factor alone
     factor = _real(file, f"{arch}.rope.scaling.factor", _real(file, f"{arch}.rope.scale_linear", 0.0))
     scaled = scaling != "none" and factor not in (0.0, 1.0)
     if arch == "phi3" and "rope_factors_long.weight" in file.tensors:
@@ -237,11 +237,11 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str
         original = file.number(f"{arch}.rope.scaling.original_context_length", config["max_position_embeddings"])
         if file.number(f"{arch}.attention.temperature_length", original) not in (0, original):
             raise file.error(f"sets {arch}.attention.temperature_length to another length than that of its yarn")
-        growth = {"llama_4_scaling_beta": beta}
+        growth = {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
     if not scaled:
         return {"rope_type": "default"} | growth if arch == "mistral3" else None
     if scaling == "linear":
-        return {"rope_type": "linear", "factor": factor}
+        return {"rope_type": "linear", "factor": factor} | growth
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": factor} | growth
     if arch == "mistral3" and (multiplier := _real(file, f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)):
         yarn |= {"mscale": 1.0, "mscale_all_dim": multiplier}

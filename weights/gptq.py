@@ -38,22 +38,15 @@ class GPTQ:
             if change:  # empty: such modules are not quantized, as their tensors show
                 raise InputError(f"{s.source}: dynamic gives {short(pattern)} other settings, which is not supported")
 
-    def read(self, shards: Shards, biased: set[str] | None = None) -> Iterator[tuple[str, Tensor | Codes]]:
-        """Yields (name, tensor) for all tensors, except zero biases that the model lacks and AutoGPTQ writes."""
+    def read(self, shards: Shards) -> Iterator[tuple[str, Tensor | Codes]]:
+        """Yields (name, tensor) for all tensors; AutoGPTQ writes biases of zeros for modules that have none."""
         modules = set(with_suffix(shards, ".qweight"))
         for name in shards:
             module, _, part = name.rpartition(".")
             if part == "qweight":
                 yield f"{module}.weight", self.weight(shards, module)
-            elif f".{part}" in PARTS and module in modules:
-                continue
-            else:
-                t = shards.get(name, FLOATS)
-                if part == "bias" and module in modules and module.rpartition(".")[2] not in (biased or ()):
-                    if t.any():
-                        raise InputError(f"{shards.source(name)} is not zero, and config.json says there is no bias")
-                    continue
-                yield name, t
+            elif f".{part}" not in PARTS or module not in modules:
+                yield name, shards.get(name, FLOATS)
 
     def layouts(self, shards: Shards) -> Layouts:
         """The layouts of the weights, from the shapes of codes and scales."""
@@ -99,9 +92,3 @@ class GPTQ:
         ones = 0x11111111 if self.bits == 4 else 0x01010101
         total = (words.long() + ones) & 0xFFFFFFFF
         return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
-
-
-def biased_projections(config: dict) -> set[str]:
-    """Names of the linear layers that have a bias, by config.json."""
-    letters = "qkv" if config.get("model_type") == "qwen2" else "qkvo" if config.get("attention_bias") else ""
-    return {f"{x}_proj" for x in letters} | ({"gate_proj", "up_proj", "down_proj"} if config.get("mlp_bias") else set())

@@ -21,11 +21,16 @@ from weights.compressed_tensors import CompressedTensors
 from weights.fp8 import FP8
 from weights.gguf import gguf_config, gguf_layouts, gguf_tensors, is_gguf
 from weights.gguf_file import GGUFFile
-from weights.gptq import GPTQ, biased_projections
+from weights.gptq import GPTQ
 from weights.settings import Settings
 from weights.shards import FLOATS, Layouts, Shards, check_fetched, read_object
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+METHODS: dict[str, type[GPTQ | AWQ | CompressedTensors | FP8]] = {
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "compressed-tensors": CompressedTensors,
+    "fp8": FP8,
+}
 Named = Iterator[tuple[str, Tensor | Codes]]
 
 
@@ -99,19 +104,10 @@ def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
     if not isinstance(quantization, dict):
         raise InputError(f"config.json: quantization_config must be an object, found {short(quantization)}")
     settings = Settings(quantization, source)
-    match settings.one_of(METHODS, None, "quant_method"):
-        case "gptq":
-            gptq, biased = GPTQ(settings), biased_projections(config)
-            return Reader(
-                folder, "gptq", plain, lambda: gptq.read(Shards(folder), biased), lambda: gptq.layouts(Shards(folder))
-            )
-        case "awq":
-            awq = AWQ(settings)
-            return Reader(folder, "awq", plain, lambda: awq.read(Shards(folder)), lambda: awq.layouts(Shards(folder)))
-        case method:
-            ct: CompressedTensors | FP8 = FP8(settings) if method == "fp8" else CompressedTensors(settings)
-            read, layouts = (lambda: ct.read(Shards(folder))), (lambda: ct.layouts(Shards(folder)))
-            return Reader(folder, method, plain, read, layouts, ct.warning)
+    method = settings.one_of((*METHODS,), None, "quant_method")
+    of = METHODS[method](settings)
+    read, layouts = (lambda: of.read(Shards(folder))), (lambda: of.layouts(Shards(folder)))
+    return Reader(folder, method, plain, read, layouts, getattr(of, "warning", None))
 
 
 def _dense(shards: Shards) -> Named:

@@ -88,6 +88,15 @@ class Tokenizer:
             raise InputError(f"the text is not valid Unicode at character {e.start}: give UTF-8 text") from e
         return self.prefix * bos + self.encode_text(text, parse_special)
 
+    def encode_after(self, before: Sequence[int] | None, text: str, parse_special: bool = False) -> list[int]:
+        """Ids of a text that goes on after ids, or after some text (None). Many tokenizers put a space before a text
+        and after a special token, but none within a text."""
+        for some in ("\n", "a") if text and (before is None or before and before[-1] not in self.added) else ():
+            start, ids = self.encode_text(some, False), self.encode_text(some + text, parse_special)
+            if ids[: len(start)] == start:  # they are not joined
+                return ids[len(start) :]
+        return self.encode_text(text, parse_special, first=False) if text else []
+
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text. Special tokens and unknown ids give no text; invalid UTF-8 gives U+FFFD."""
         stream, rest, text = self.stream(), map(int, ids), ""
@@ -214,6 +223,7 @@ def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
     found = "|".join(re.escape(t.content) for t in ordered)
     if not any(t.lstrip or t.rstrip for t in ordered):
         return re.compile(f"({found or '(?!)'})")
-    before = "|".join(rf"\s*(?={re.escape(t.content)})" for t in ordered if t.lstrip)
+    # not from within a run of blanks: from each of its places to its end would be quadratic
+    before = "|".join(rf"(?<!\s)\s+(?={re.escape(t.content)})" for t in ordered if t.lstrip)
     after = "|".join(rf"(?<={re.escape(t.content)})\s*" for t in ordered if t.rstrip)
     return re.compile(f"(?:{before})?({found})(?:{after})?" if before else f"({found})(?:{after})?")

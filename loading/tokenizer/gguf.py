@@ -108,8 +108,11 @@ def gguf_tokenizer(file: GGUFFile) -> LibraryTokenizer:
     stops = stop_ids(file)
     special = [t for t, id in vocab.items() if kinds[id] in (CONTROL, UNKNOWN) or id in stops]
     user = [t for t, id in vocab.items() if kinds[id] == USER and id not in stops]
-    engine.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special if t])
-    engine.add_tokens([AddedToken(t, special=False, normalized=False) for t in user if t])
+    # as llama.cpp: the file does not say it, and the template's newlines would be tokens
+    strips = model == "llama" and file.text("general.architecture", "") == "phi3"
+    for kind, add in ((special, engine.add_special_tokens), (user, engine.add_tokens)):
+        rstrip = {t: strips and t not in ("<unk>", "<s>", "<|endoftext|>") for t in kind if t}
+        add([AddedToken(t, special=kind is special, normalized=False, rstrip=r) for t, r in rstrip.items()])
     names = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("sep", "seperator"), ("pad", "padding")):
         id = file.number(f"tokenizer.ggml.{key}_token_id", defaults.get(name, -1))

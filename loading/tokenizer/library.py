@@ -187,13 +187,21 @@ def _add(folder: Folder, engine: Engine, id: int | None, token: AddedToken) -> N
                            "download the tokenizer's files again, all from one place")  # fmt: skip
 
 
+def _special(t: AddedToken) -> AddedToken:
+    """The token as a special one: with its other flags, which adding its text alone would reset."""
+    flags = dict(single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip, normalized=t.normalized)
+    return AddedToken(t.content, special=True, **flags)
+
+
 def _of_folder(folder: Folder, engine: Engine) -> LibraryTokenizer:
     for id, token in folder.added_tokens():
-        if id is None and engine.token_to_id(token.content) is None:
-            continue  # bos and eos are checked elsewhere, and others are not needed
+        if id is None:
+            if (known := engine.token_to_id(token.content)) is None:
+                continue  # bos and eos are checked elsewhere, and others are not needed
+            token = _special(engine.get_added_tokens_decoder().get(known, token))
         _add(folder, engine, id, token)
     stops = folder.stop_ids()
-    ends = [token.content for id, token in engine.get_added_tokens_decoder().items() if id in stops]
+    ends = [_special(token) for id, token in engine.get_added_tokens_decoder().items() if id in stops]
     engine.add_special_tokens(ends)  # so that no user text can end a turn
     around = engine.encode("a")
     start = next((i for i, special in enumerate(around.special_tokens_mask) if not special), len(around.ids))

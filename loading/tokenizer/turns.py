@@ -5,7 +5,7 @@ A prompt that is read once, before its questions are known, ends in the middle o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,15 +58,26 @@ class ChatParts:
         """Ids of a prompt's beginning. Names of special tokens in the context are plain text."""
         if not self.head:
             return tk.encode(context, bos=True)
-        return tk.encode(self.head, bos=False) + tk.encode_text(context, False, first=False)
+        head, context = _before(tk, lambda text: tk.encode(text, bos=False), self.head, context)
+        return head + tk.encode_after(head, context)
 
     def closing(self, tk: Tokenizer, question: str, prefix: str = "", turn: int = 0) -> list[int]:
         """Ids of a question, the turn-th about one context, and of `prefix`, the beginning of its answer."""
+        between = self.between if turn else ""
         if not self.tail:
-            return tk.encode((self.between if turn else "") + question + prefix, bos=False)
-        start = tk.encode(self.between, bos=False) if turn else []
-        ids = start + (tk.encode_text(question, False, first=False) if question else [])
-        return ids + tk.encode(self.tail, bos=False) + (tk.encode_text(prefix, False, first=False) if prefix else [])
+            return tk.encode_after(None, between + question + prefix, True)
+        start, question = _before(tk, lambda text: tk.encode_after(None, text, True), between, question)
+        ids = start + tk.encode_after(start or None, question)
+        ids += tk.encode_after(ids or None, self.tail, True)
+        return ids + tk.encode_after(ids, prefix)
+
+
+def _before(tk: Tokenizer, encode: Callable[[str], list[int]], own: str, text: str) -> tuple[list[int], str]:
+    """Ids of a template's own text, and the text after it: with a blank before it, which belongs to its first word."""
+    ids = encode(own)
+    if own.endswith(" ") and text and ids and ids[-1] not in tk.added:
+        return encode(own[:-1]), f" {text}"
+    return ids, text
 
 
 def parts_of(tk: Tokenizer, before: Sequence[dict[str, str]] = (), **variables: Any) -> ChatParts:

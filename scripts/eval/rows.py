@@ -335,7 +335,7 @@ def contexts(rows: Sequence[Row], tk: Tokenizer, chat: ChatParts, known: bool, t
         if turns and c.rows:
             last = c.rows[-1]
             space = "" if (last["answer_prefix"] or " ").endswith((" ", "\n")) else " "
-            ids = c.asked[-1] + tk.encode_text(f"{space}{last['answer'][0]}", False, first=False) + ids
+            ids = c.asked[-1] + tk.encode_after(c.asked[-1], f"{space}{last['answer'][0]}") + ids
         c.rows.append(row)
         c.asked.append(ids)
     for c in found.values() if known else ():
