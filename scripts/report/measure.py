@@ -14,7 +14,8 @@ parts. --limit bounds the time of one command, --within that of all; what they a
 next call. Questions are in order of importance. Accuracy, in results/accuracy/, may be measured on several machines.
 
 A result is kept, and continued, while its hot path, the files that determine its numbers (scripts/shared/results.py),
-is unchanged since its commit. Otherwise, or if `measure` no longer has its command, it is stale; the pages mark that.
+is unchanged since its commit, or since one that scripts/report/verify.py found to give the same numbers. Otherwise, or
+if `measure` no longer has its command, it is stale; the pages mark that.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def stale(run: Row) -> str:
     """Why the result of one command is stale; empty if it is not."""
     if plain(run["command"]) not in known_commands():
         return "measure has another command"
-    files = changed(run["commit"], run["command"], "gpu" in run)
+    files = changed(run.get("same_as", run["commit"]), run["command"], "gpu" in run)
     return f"{', '.join(files[:3])}{f' and {len(files) - 3} more' if files[3:] else ''} changed since" if files else ""
 
 

@@ -33,8 +33,11 @@ def sources(page: str, *questions: str, gpu: bool = False) -> str:
         mark = f" **Stale**: {'; '.join(why)}." if why else ""
         minutes = sum(run.get("seconds", 0) for run in runs) / 60
         took = f", {minutes:.0f} minutes" if minutes else ""
+        same = "".join(
+            f", the same numbers at {c}" for c in dict.fromkeys(r["same_as"] for r in runs if "same_as" in r)
+        )
         on = "; ".join(devices).replace(" 1 threads", " 1 thread")
-        out.append(f"File: [{path}]({link}), {on}, commit {', '.join(commits)}, "
+        out.append(f"File: [{path}]({link}), {on}, commit {', '.join(commits)}{same}, "
                    f"{', '.join(dates)}{took}.{mark}")  # fmt: skip
     return "\n".join(out)
 

@@ -66,24 +66,26 @@ def code(text: str, gpu: bool) -> str:
 
 
 @functools.cache
-def changed(since: str, command: str, gpu: bool = False) -> list[str]:
-    """The files of a command's hot path that run otherwise than at a commit."""
-    if since == commit():
+def changed(since: str, command: str, gpu: bool = False, until: str | None = None) -> list[str]:
+    """The files of a command's hot path that run otherwise at a commit and here, or at the commit `until`."""
+    if since == (until or commit()):
         return []
     if not re.fullmatch("[0-9a-f]{7,}", since):
         return [f"files without a commit ({since})"]
     script = next((s for s in HOT if re.search(rf"{s}\b", command)), "")
     try:
-        names = git("diff", "--name-only", "--no-renames", since, "--", *HOT.get(script, (*WHOLE, "scripts")))
+        to = [until] if until else []
+        names = git("diff", "--name-only", "--no-renames", since, *to, "--", *HOT.get(script, (*WHOLE, "scripts")))
     except (OSError, subprocess.CalledProcessError):
         return [f"files since commit {since}, which is not in this clone"]
 
     def differs(name: str) -> bool:
-        if not name.endswith(".py") or not (ROOT / name).is_file():
+        if not name.endswith(".py"):
             return True
         try:
-            return code(git("show", f"{since}:{name}"), gpu) != code((ROOT / name).read_text(), gpu)
-        except (subprocess.CalledProcessError, SyntaxError):  # it is new
+            now = git("show", f"{until}:{name}") if until else (ROOT / name).read_text()
+            return code(git("show", f"{since}:{name}"), gpu) != code(now, gpu)
+        except (OSError, subprocess.CalledProcessError, SyntaxError):  # one of them has no such file
             return True
 
     return list(filter(differs, names.splitlines()))
