@@ -134,10 +134,9 @@ class ModelArgs:
     def cache_shape(self, layer: int, max_batch: int, max_seq_len: int, dtype: torch.dtype, device: Any = "cpu",
                     max_new_tokens: int | None = None, drafts: int = 0) -> CacheShape:  # fmt: skip
         """The shape by which a method allocates the cache of that layer, on this rank."""
-        window, own = self.window(layer), self.local
-        window = None if window is None or window >= max_seq_len else window
+        own = self.local
         return CacheShape(max_batch, max_seq_len, own.n_head, own.n_kv_head, self.head_dim, dtype,
-                          torch.device(device), window, self.n_layer, max_new_tokens, drafts,
+                          torch.device(device), self.window(layer), self.n_layer, max_new_tokens, drafts,
                           self.ranks, self.n_kv_head)  # fmt: skip
 
 

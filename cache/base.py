@@ -49,12 +49,17 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    window: int | None = None  # the layer's sliding window, if it is narrower than max_seq_len
+    slides: int | None = None  # the layer's sliding window, by the model
     n_layer: int = 1
     max_new_tokens: int | None = None  # the most tokens of max_seq_len that are decoded; None: unknown, perhaps all
     drafts: int = 0  # the most tokens that may be appended behind the text and taken back
     ranks: Ranks = ONE  # the processes that share the layer's heads; n_head and n_kv_head are those of this rank
     all_kv_heads: int = 0  # KV heads of the layer on all ranks; 0: as many as on this one
+
+    @property
+    def window(self) -> int | None:
+        """The layer's sliding window, if it is narrower than max_seq_len. What a text becomes must not depend on it."""
+        return self.slides if self.slides and self.slides < self.max_seq_len else None
 
     @property
     def layer_heads(self) -> int:
@@ -258,7 +263,7 @@ class KVMethod(Storage):
         super().__init__(shape)
         self.args, self.layer, self.calib = args, layer, calib
         # layers with the same compute the same of positions
-        self.alike: tuple[Any, ...] = type(self), repr(args), shape.window
+        self.alike: tuple[Any, ...] = type(self), repr(args), shape.slides
         object.__setattr__(self, "rope", rope)  # shared by all layers: this module neither counts nor moves it
         if shape.window is not None and not self.supports_window:
             raise InputError(
@@ -377,7 +382,10 @@ class KVMethod(Storage):
         S, n = self.prompt.total, q.shape[2]
         slot, t = torch.arange(S, device=q.device), torch.arange(n, device=q.device)
         before = (slot < lengths[:, None])[:, None].expand(-1, n, S)
-        seen = torch.cat((before, (t <= t[:, None]).expand(len(q), n, n)), 2)
+        own = (t <= t[:, None]).expand(len(q), n, n)
+        if w := self.shape.slides:
+            before, own = before & (slot > (lengths[:, None] + t - w)[..., None]), own & (t > t[:, None] - w)
+        seen = torch.cat((before, own), 2)
         keys, values = torch.cat((self.prompt.k_rot, k), 2), torch.cat((self.prompt.v, v), 2)
         return attend_where(q, keys, values, seen)
 

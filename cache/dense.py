@@ -50,7 +50,9 @@ class Dense(KVMethod):
     def verify(self, q, k, v, pos):
         tokens = zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True)
         each = [self.rotate_append(*token, pos + i) for i, token in enumerate(tokens)]
-        y = verify_attention(torch.stack(each, 2), self.k, self.v, self.first(pos), pos + len(each))
+        n = self.shape.window  # the first one's may begin before the text, and the next ones' then move by less
+        start = pos - n + 1 if n else None
+        y = verify_attention(torch.stack(each, 2), self.k, self.v, start, pos + len(each))
         return self.out_of_units(y)
 
     def token_bytes(self) -> int:

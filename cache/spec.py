@@ -276,9 +276,9 @@ def all_statistics(specs: Sequence[str] | None = None, n_layer: int = 1) -> list
 
 
 def within_windows(layers: Methods, shapes: Sequence[CacheShape]) -> Methods:
-    """`full` for the layers with a sliding window that their method cannot honour. A method that would get no layer
-    stays, and refuses its own."""
-    windows = [s.window if not cls.supports_window else None for (cls, _), s in zip(layers, shapes, strict=True)]
+    """`full` for the layers with a sliding window that their method cannot honour, also in a context that fits in it. A
+    method that would get no layer stays, and refuses a window that is narrower than the context."""
+    windows = [s.slides if not cls.supports_window else None for (cls, _), s in zip(layers, shapes, strict=True)]
     taken = {cls for (cls, _), window in zip(layers, windows, strict=True) if window is None}
     moved = {i: w for i, ((cls, _), w) in enumerate(zip(layers, windows, strict=True)) if w and cls in taken}
     if moved:

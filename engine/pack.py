@@ -43,8 +43,10 @@ def pack(tensors: dict[str, Tensor], cache: nn.Module, lengths: list[int], step:
         basis = basis_of(dense, part, calib)
         coded = [coordinates(dense.rope, basis, part, b, row.float()) for b, row in enumerate(rows)]
         mean = torch.cat(coded).mean(0) if any(map(len, coded)) else x.new_zeros(len(coded[0].T), dtype=torch.float32)
-        unit = step * float((torch.cat(coded) - mean).square().mean().sqrt()) or 1.0
-        codes = torch.cat([((c - mean) / unit).round().clamp(-16383, 16383).int().T.flatten() for c in coded])
+        apart = torch.cat(coded) - mean
+        largest = float(apart.abs().max()) if len(apart) else 0.0
+        unit = max(step * float(apart.square().mean().sqrt()), largest / 16383) or 1.0  # a code has 15 bits
+        codes = torch.cat([((c - mean) / unit).round().int().T.flatten() for c in coded])
         exact = torch.cat([end.flatten() for b, n in enumerate(lengths) for end in ends(x[b], n)])
         codes = codes * 2 ^ codes >> 31  # the sign last: 0, -1, 1, -2, ... are 0, 1, 2, 3
         planes = codes.short().view(torch.uint8).view(-1, 2)  # the upper bytes are nearly all 0
@@ -86,8 +88,10 @@ def unpack(tensors: dict[str, Tensor], how: dict[str, Any], cache: nn.Module, ca
 def dense_of(modules: dict[str, nn.Module], name: str) -> tuple[Dense | None, str]:
     """The module of a buffer of dense keys or values whose slot is their position, and "k" or "v"."""
     module, _, part = name.rpartition(".")
-    m = modules.get(module)
+    m, layer = modules.get(module), modules[name.partition(".")[0]]
     if not isinstance(m, Dense) or part not in ("k", "v") or m.own_basis:
+        return None, part
+    if m.shape.n_kv_head != layer.shape.n_kv_head:  # some heads (razor): the basis is of all together
         return None, part
     return (None if m.layout(m.shape.max_seq_len) else m), part
 

@@ -126,8 +126,7 @@ def sized(cache: nn.Module, tokens: int, decoded: int | None) -> nn.ModuleList:
     """A cache of the same methods for this many tokens, at most `decoded` of them decoded, on the meta device."""
 
     def small(m: Any) -> Any:
-        window = m.shape.window if (m.shape.window or tokens) < tokens else None
-        shape = replace(m.shape.on("meta"), max_seq_len=tokens, max_new_tokens=decoded, window=window)
+        shape = replace(m.shape.on("meta"), max_seq_len=tokens, max_new_tokens=decoded)
         return type(m)(m.args, shape, m.layer, m.rope, m.calib)
 
     return nn.ModuleList(connected(small(m) for m in cache.children()))
@@ -335,6 +334,9 @@ class CacheFile:
         tokens, room = max(self.meta["lengths"]) + self.meta["step"], first_of(cache).shape.max_seq_len
         named = dict(cache.named_modules())
         found = [(name, f"{name}.{buffer}", m, buffer) for name, m in named.items() for buffer in buffers_of(m)]
+        left = {key for key in self.tensors if not key.startswith(TEXT)} - {key for _, key, _, _ in found}
+        if left:
+            raise InputError(f"{self.path} holds {min(left)}, which no method of this cache has: save it again")
         known = {(name, k) for name, m in named.items() for k in numbers_of(m)}
         if not known >= {(name, k) for name, numbers in self.meta["numbers"].items() for k in numbers}:
             raise InputError(f"{self.path} counts what its methods do not: save it again")

@@ -150,7 +150,7 @@ def _blocks(start, stop, rows, B, BLOCK_N: tl.constexpr):
     """Where the slots of `rows` begin and end, and how many blocks they are; none count as one, which writes zeros."""
     lo = rows * 0
     if start is not None:
-        lo = tl.load(start + rows, mask=rows < B, other=0).to(tl.int32)
+        lo = tl.maximum(tl.load(start + rows, mask=rows < B, other=0).to(tl.int32), 0)
     hi = tl.load(stop + rows, mask=rows < B, other=0).to(tl.int32)
     return lo, hi, tl.where(rows < B, tl.maximum(tl.cdiv(hi - lo, BLOCK_N), 1), 0)
 
@@ -182,7 +182,9 @@ def _split_attention(
         lo, hi, n_blocks = _blocks(start, stop, off_b, B, BLOCK_N)
         first_block = at - at_row - off_h * n_blocks
         token = offs_g % TOKENS
-        seen_from, seen_to = lo + token, hi - (TOKENS - 1) + token
+        seen_from, seen_to = token, hi - (TOKENS - 1) + token
+        if start is not None:
+            seen_from += tl.load(start + off_b).to(tl.int32)  # a window may begin before the text
         past = tl.minimum(n_blocks, first_block + end - at)  # the head's blocks, or what is left of the share
         at += past - first_block
         hi = tl.minimum(hi, lo + past * BLOCK_N)

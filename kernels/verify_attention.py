@@ -19,7 +19,8 @@ MOST = 64  # query heads times tokens of a Triton program: beyond, registers spi
 @operation(cpp=whole_vectors, opaque=True)
 def verify_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
     """n tokens per row, causal among themselves: the last one sees the slots before its row's stop, the one before it
-    one slot less. start: where the first one's slots begin, the next one's a slot later; None: all begin at 0.
+    one slot less. start: where the first one's slots begin, below 0 if before the text, the next one's a slot later;
+    None: all begin at 0.
 
     q [B, Hq, n, D], k and v [B, Hkv, T, D] (rotated), start and stop [B] int64 -> [B, Hq, n, D]. Scale 1/sqrt(D).
     """

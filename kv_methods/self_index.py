@@ -174,7 +174,7 @@ class SelfIndex(KVMethod):
         self.flushes = shape.max_decoded > args.tail
         self.chooses = self.flushes or self.sinks.n < P
         self.slots = T if self.flushes else P if self.chooses else 1
-        self.budget = BesideSinks(args.budget, self.sinks.n, args.sinks_in_budget, args.min_tokens)
+        self.budget = BesideSinks(args.budget, args.sinks, args.sinks_in_budget, args.min_tokens)
         self.k_chosen = max(1, min(self.slots, self.budget.of(T)))
         # a list has room for the decoded tokens of the store, fewer of them if max_new_tokens is known
         room = shape.max_decoded - args.tail + args.flush if self.flushes and args.keep_decoded else 0

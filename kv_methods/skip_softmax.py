@@ -32,7 +32,7 @@ class SkipSoftmax(Full):
         self.note_reads()
 
     def attend(self, q, idx, count, pos):
-        if self.shape.window:
+        if self.shape.slides:
             return super().attend(q, idx, count, pos)
         end = self.once_a_step(pos, "end", lambda: pos + 1)
         y, values = skipping_attention(q, self.k, self.v, end, self.args.scale, self.args.shortest)
@@ -41,7 +41,7 @@ class SkipSoftmax(Full):
 
     def attended(self, q, idx, count, pos):
         every = super().attended(q, idx, count, pos)
-        if self.shape.window:
+        if self.shape.slides:
             return every
         there = (every.position != -2)[:, :, None]
         logits = every.q.float().unflatten(1, (every.k.shape[1], -1)) @ every.k.float().mT * every.k.shape[3] ** -0.5

@@ -2,7 +2,8 @@
 
 Storage is `sinks` slots and a ring of `recent` slots. With positions="cache" (StreamingLLM) keys are stored before
 rotation and every step rotates them by their place in the cache, so that positions never exceed the window; with
-"original" they keep the positions of the text.
+"original" they keep the positions of the text. Where the model's own window is as narrow, it bounds the ring, and sinks
+are attended to until they leave it.
 """
 
 from __future__ import annotations
@@ -36,10 +37,7 @@ class Streaming(KVMethod):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         self.sinks = min(args.sinks, shape.max_seq_len)
-        # the model's own window, if narrower, bounds the ring; there are no sinks then, as they lie outside of it
-        self.window = min(args.recent, shape.max_seq_len - self.sinks)
-        if shape.window:
-            self.sinks, self.window = 0, min(args.recent, shape.window)
+        self.window = min(args.recent, shape.max_seq_len - self.sinks, shape.slides or args.recent)
         self.pre_rope = args.positions == "cache"
         size = (shape.max_batch, shape.n_kv_head, self.sinks + self.window, shape.head_dim)
         self.k, self.v = self.buffer("k", size), self.buffer("v", size)
@@ -65,7 +63,12 @@ class Streaming(KVMethod):
 
     def attend(self, q, idx, count, pos):
         q, k, filled = self._as_they_meet(q, pos)
-        return decode_attention(q, k, self.v, None, filled)
+        return decode_attention(q, k, self.v, self.first(pos), filled)
+
+    def first(self, pos):
+        """The first sink within the model's own window, [B]; None: there is no such window."""
+        n = self.shape.slides
+        return self.once_a_step(pos, "first", lambda: (pos - n + 1).clamp(0, self.sinks)) if n else None
 
     def _as_they_meet(self, q, pos):
         """q and all keys, rotated, and the number of filled slots [B]; slots fill in order."""
@@ -88,14 +91,17 @@ class Streaming(KVMethod):
         q, k, filled = self._as_they_meet(q, pos)
         ring = torch.where((pos < self.sinks)[:, None], -2, pos[:, None] - self._age(slots, pos))
         at = torch.where(slots < self.sinks, slots.expand(B, -1), ring)
-        at = torch.where(slots < filled[:, None], at, -2)[:, None].expand(B, k.shape[1], -1)
+        first = self.first(pos)
+        seen = (slots < filled[:, None]) & (slots >= (0 if first is None else first[:, None]))
+        at = torch.where(seen, at, -2)[:, None].expand(B, k.shape[1], -1)
         return Attended(at, q, k[:B], self.v[:B])
 
     def layout(self, tokens):
-        """The model's own window makes a ring without sinks; a context that fits in that window has sinks."""
         sizes = [self.sinks, self.window]
         return dict(k=sizes, v=sizes) if tokens > sum(sizes) else {}
 
     def traffic(self, pos):
         s = self.shape
-        return 2 * s.max_batch * s.n_kv_head * min(pos + 1, self.k.shape[2]) * s.head_dim * s.dtype.itemsize
+        left = min(max(pos - s.slides + 1, 0), self.sinks) if s.slides else 0  # sinks that have left the window
+        tokens = min(pos + 1, self.k.shape[2]) - left
+        return 2 * s.max_batch * s.n_kv_head * tokens * s.head_dim * s.dtype.itemsize

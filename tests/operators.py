@@ -215,11 +215,12 @@ def ragged_append(d: Draw) -> Problem:
 
 @problem
 def verify_attention(d: Draw) -> Problem:
-    """Token i of n sees one slot more than token i - 1, and begins one later if there is a window."""
+    """Token i of n sees one slot more than token i - 1, and begins one later if there is a window, whose first slot may
+    lie before the text."""
     s, n = d.sizes(lengths=SHORT[3:]), d.some(1, 7 if d.version != "triton" else 3)
     stop = [max(n, x) for x in d.below(s.T, s.B, n)]
-    start = d.pick(None, [d.some(0, x - n) for x in stop])
-    seen = [[((start[b] if start else -i) + i, stop[b] - n + 1 + i) for i in range(n)] for b in range(s.B)]
+    start = d.pick(None, [d.some(-n - 2, x - n) for x in stop], [d.some(-n, 0) for _ in stop])
+    seen = [[(max(0, start[b] + i) if start else 0, stop[b] - n + 1 + i) for i in range(n)] for b in range(s.B)]
     k, v = d.cache(s, torch.stack([inside(rows, s.T).any(0) for rows in seen])[:, None])
     q = d.normal(s.B, s.H * s.g, n, s.D)
     want = heads(q, s.H, lambda b, h, x: torch.stack(

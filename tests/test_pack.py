@@ -66,7 +66,21 @@ def test_dense_keys_and_values_are_rounded_to_a_step(read, tmp_path, step=0.5):
     assert file.stat().st_size < 0.35 * plain.stat().st_size  # a third of the tokens is exact
 
 
-@pytest.mark.parametrize("method", ["self_index", "kivi", "0:full,1-:h2o"])
+def test_a_smaller_step_rounds_less(read, tmp_path):
+    """Down to the 15 bits of a code: the largest coordinates are not cut off."""
+    llm, worst = read("full"), []
+    was = buffers(llm)
+    for step in (0.1, 0.01, 1e-3, 1e-4):
+        llm.save(tmp_path / "small.cache", step)
+        llm.restore(tmp_path / "small.cache", 8)
+        now = buffers(llm)
+        worst.append(max((now[f"0.{x}"] - was[f"0.{x}"])[0, :, : LENGTHS[0]].norm() for x in "kv"))
+        for name, x in was.items():
+            llm.model.cache.get_buffer(name).copy_(x)
+    assert worst[1] < worst[0] / 5 and worst[2] < worst[1] / 5 and worst[3] <= worst[2]
+
+
+@pytest.mark.parametrize("method", ["self_index", "kivi", "0:full,1-:h2o", "razor,window=40"])
 def test_other_buffers_are_coded_without_loss(read, tmp_path, method):
     llm, file, plain = read(method), tmp_path / "small.cache", tmp_path / "plain.cache"
     llm.save(file, 1e-4), llm.save(plain)

@@ -115,18 +115,16 @@ def test_restored_with_other_drafts(tmp_path, before, after, spec="sals stress")
 ELSEWHERE = {
     "ojakv": ((30,), 50, None, "OjaKV lays out k differently in 200: save with --max-seq-len 200"),  # 64 exempt tokens
     "self_index": ((40,), 50, 10, "SelfIndex lays out book differently in 200"),  # all of a prompt are sinks
-    "streaming stress": ((60,), 70, 10, "Streaming lays out k differently in 200"),  # of a model with a window
 }
 
 
 @pytest.mark.parametrize("spec", ELSEWHERE)
 def test_what_cannot_be_carried_over_is_told(tmp_path, spec):
     lengths, size, new, says = ELSEWHERE[spec]
-    windows = (100,) * 2 if spec.startswith("streaming") else ()
-    model = set_up(spec, size, new, rows=1, windows=windows)
+    model = set_up(spec, size, new, rows=1)
     read(model, lengths)
     write(tmp_path / "a", model, spec, lengths, 0)
-    model = set_up(spec, 200, None, rows=1, windows=windows)
+    model = set_up(spec, 200, None, rows=1)
     with pytest.raises(InputError, match=says):
         load(tmp_path / "a", model, lengths)
 

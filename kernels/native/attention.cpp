@@ -58,10 +58,11 @@ template <class T> void attend_skipping(const Heads<T>& heads, const Cache<T>& k
 template <class T>
 void attend_tokens(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, Range range, int64_t n) {
     const int64_t H = heads.H, G = heads.G;
+    const auto begin = [&](int64_t b) { return std::max<int64_t>(range.first(b), 0); };  // a window may begin before it
     int64_t longest = 0;
-    for (int64_t b = 0; b < heads.B; b++) longest = std::max(longest, range.stop[b] - range.first(b));
+    for (int64_t b = 0; b < heads.B; b++) longest = std::max(longest, range.stop[b] - begin(b));
     attention(heads, parts_of(longest), [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-        int64_t b = group / H, h = group % H, from = range.first(b), lo = from + part * CHUNK;
+        int64_t b = group / H, h = group % H, from = range.first(b), lo = begin(b) + part * CHUNK;
         int64_t all_begin = range.start ? from + n - 1 : 0, first_ends = range.stop[b] - n + 1;
         seen.add_slots(query, Slots<T>{k.of(b, h), v.of(b, h), k.slot, v.slot}, lo, std::min(range.stop[b], lo + CHUNK),
                        [&](int64_t at, int count) {
