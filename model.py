@@ -25,7 +25,7 @@ from tqdm import tqdm
 from cache.base import CacheShape, KVMethod, OncePerStep
 from cache.calibration import Calibration, RandomCalibration
 from cache.key_bias import center_keys
-from cache.prompt import Angles
+from cache.prompt import Angles, second_pass
 from cache.spec import Methods, build_cache, layer_methods, method_name
 from kernels.backend import version_for
 from kernels.dense_attention import prefill_attention
@@ -427,7 +427,7 @@ class Transformer(nn.Module):
         """
         assert self.cache is not None, "call setup_cache first"
         S, chunk = tokens.shape[1], chunk or self.prefill_chunk or tokens.shape[1]
-        texts = next((t for m in self.cache if (t := m.second_pass(tokens, lengths, self.encode))), ())
+        texts = second_pass(self.cache, tokens, lengths, self.encode)
         self._check_prompt(tokens, min(chunk, S))
         most = S + max((t.tokens.shape[1] for t in texts), default=0)
         angles = {rope: Angles(rope, lengths, most) for rope in {m.rope for m in self.cache}}

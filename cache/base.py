@@ -369,9 +369,9 @@ class KVMethod(Storage):
     # ---- a second pass over the prompt, before it is compressed ----
 
     def second_pass(self, tokens: Tensor, lengths: Tensor, encode: Callable[[str], list[int]]) -> Sequence[Text]:
-        """Texts to read behind the prompts, tokens [B, S] and lengths [B]; by default none. The texts of the first
-        layer that returns some go through all layers and reach their `reread`. encode: the tokenizer's; without a
-        tokenizer it returns no tokens."""
+        """Texts to read behind the prompts, tokens [B, S] and lengths [B]; by default none. They go through all layers
+        and reach their `reread`; layers must not ask for different ones. encode: the tokenizer's; without a tokenizer
+        it returns no tokens."""
         return ()
 
     def reread(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, text: Text) -> Tensor:

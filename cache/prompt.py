@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.rope import Rope, apply_rope
+from runtime.errors import InputError
 
 
 class Prompt:
@@ -40,6 +43,23 @@ class Text:
 
     tokens: Tensor
     lengths: Tensor
+
+
+def second_pass(layers: Iterable[Any], *prompt: Any) -> Sequence[Text]:
+    """The texts that methods ask for by `KVMethod.second_pass`, which go through all layers. Raises InputError if
+    layers ask for different ones."""
+    asked = {m.alike: texts for m in layers if (texts := m.second_pass(*prompt))}
+    first = next(iter(asked.values()), ())
+    for texts in asked.values():
+        for one, other in zip_longest(first, texts):
+            if type(one) is not type(other) or any(
+                not torch.equal(torch.as_tensor(x), torch.as_tensor(getattr(other, name)))
+                for name, x in vars(one).items()
+            ):
+                names = " and ".join(dict.fromkeys(cls.__name__ for cls, *_ in asked))
+                raise InputError(f"layers of {names} read a prompt again in different ways: give all that do the same "
+                                 "method, and the same chunk")  # fmt: skip
+    return first
 
 
 class Angles:

@@ -63,10 +63,10 @@ class Conversation:
             raise InputError(f"the conversation has {len(ids)} tokens, the context {self.size}: /reset to start over")
         if not cached:
             session = self._open()
-        self.stale, self.keys = True, self.keys or noise_keys(session.sampling.seed, [ids])
+        self.stale, keys = True, self.keys or noise_keys(session.sampling.seed, [ids])
         out: list[Completion] = []
         llm._run(
-            out, session, None if cached else [new], new if cached else [], Batch.of([new]), self.keys,
+            out, session, None if cached else [new], new if cached else [], Batch.of([new]), keys,
             max_new_tokens=min(max_new_tokens, self.size - len(ids)), stop=self.stop,
             on_text=on_text and (lambda row, piece: on_text(piece)),
         )  # fmt: skip
@@ -74,5 +74,6 @@ class Conversation:
         session.rewind(len(self.tokens))
         # feeds the last token, which was drawn but not fed if max_new_tokens ended the turn
         session.feed(self.tokens[int(session.pos[0]) :])
-        self.stale, self.messages = False, [*messages, {"role": "assistant", "content": out[0].text}]
+        self.stale, self.keys = False, keys
+        self.messages = [*messages, {"role": "assistant", "content": out[0].text}]
         return out[0]

@@ -18,6 +18,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from cache.base import KVMethod
 from cache.calibration import Calibration
 from cache.dense import Dense
 from kernels.rope import Rope, apply_rope
@@ -91,7 +92,7 @@ def dense_of(modules: dict[str, nn.Module], name: str) -> tuple[Dense | None, st
     m, layer = modules.get(module), modules[name.partition(".")[0]]
     if not isinstance(m, Dense) or part not in ("k", "v") or m.own_basis:
         return None, part
-    if m.shape.n_kv_head != layer.shape.n_kv_head:  # some heads (razor): the basis is of all together
+    if isinstance(layer, KVMethod) and m.shape.n_kv_head != layer.shape.n_kv_head:  # razor: the basis is of all heads
         return None, part
     return (None if m.layout(m.shape.max_seq_len) else m), part
 

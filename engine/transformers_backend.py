@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cache.base import KVMethod
 from cache.calibration import Calibration
-from cache.prompt import Text
+from cache.prompt import Text, second_pass
 from cache.spec import Methods, method_name
 from cache.statistic import REPEATS, Rotated, Statistic, Tokens
 from kernels.dense_attention import prefill_attention
@@ -297,7 +297,7 @@ class TransformersModel(Transformer):
         if (chunk or self.prefill_chunk or S) < S:
             raise InputError("transformers' models read a prompt in one piece: leave out --prefill-chunk")
         self._check_prompt(tokens, S)
-        texts = next((t for m in self.cache if (t := m.second_pass(tokens, lengths, self.encode))), ())
+        texts = second_pass(self.cache, tokens, lengths, self.encode)
         for m in self.cache if texts else ():
             m.begin_prompt(S)
         t = torch.arange(S, device=tokens.device)[None]

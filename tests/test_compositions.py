@@ -188,3 +188,19 @@ def test_where_nothing_is_lost_it_is_the_same_when_the_question_comes(llm):
     llm.use(SNAPKV)
     both = llm.generate(rows, 4, questions=[asked])
     assert [x.tokens for x in both] == [llm.generate([row], 4, questions=[asked])[0].tokens for row in rows]
+
+
+def test_layers_that_read_a_prompt_again_in_different_ways():
+    """All texts go through all layers, so only one way can be read."""
+    (model, tokens), kvzip = (tiny(2, 32), prompt(60)), "kvzip,budget=12,min_tokens=0,adaptive=False"
+    for other in ("attention_matching,queries=repeat", "kvzip,chunk=8"):
+        for spec in (f"0:{other},1:{kvzip}", f"0:{kvzip},1:{other}"):
+            model.setup_cache(spec, 1, 100, 20)
+            with pytest.raises(InputError, match="read a prompt again in different ways: give all that do the same"):
+                model.prefill(tokens[None], torch.tensor([60]))
+    kept = []
+    for spec in (f"0:full,1:{kvzip}", f"0:{kvzip},sinks=2,1:{kvzip}"):
+        model.setup_cache(spec, 1, 100, 20)
+        run(model, [tokens], 0)
+        kept.append(model.cache[1].place[0, 0].tolist())
+    assert kept[0] == kept[1]
