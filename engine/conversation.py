@@ -28,7 +28,7 @@ class Conversation:
 
     def _open(self) -> Session:
         """Get an empty cache, which belongs to this conversation until another call takes it."""
-        self.session = self.llm.session(1, self.size, None, self.sampling)
+        self.session = self.llm.session(1, self.size, None, 0, self.sampling)
         self.session.lag = 0  # the next turn continues exactly where this one stopped
         return self.session
 

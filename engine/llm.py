@@ -163,9 +163,9 @@ class LLM:
 
     # ---- a session: an empty cache of the right size, and a step ----
 
-    def session(self, batch: int, max_seq_len: int, max_new_tokens: int | None, sampling: Sampling) -> Session:
-        """A session with an empty cache of this size and its step; reuses those of the last call if they fit."""
-        size, model = (batch, max_seq_len, max_new_tokens), self.model
+    def session(self, batch: int, max_seq_len: int, most_new: int | None, ahead: int, sampling: Sampling) -> Session:
+        """A session with its step and an empty cache, by `capacity`; reuses those of the last call if they fit."""
+        size, model = (batch, max_seq_len, most_new), self.model
         if model.cache is not None and self._ready == (model.cache, size):
             model.reset_cache()
             model.cache.owner = None
@@ -173,6 +173,8 @@ class LLM:
             self._steps = {}
             model.setup_cache(self.layers, *size, drafts=self.speculate)
             self._ready = (model.cache, size)
+        for rope in {m.rope for m in model.cache}:
+            rope.look_ahead(ahead)
         key, stored = sampling.graph_key, self._stored(size, sampling)
         there = stored is not None and stored.there
         compile = self.compile or there
@@ -203,12 +205,10 @@ class LLM:
             self._made_of = made_of(self.model, self._identity())
         return StoredStep(key_of(self._made_of, size, sampling.graph_key))
 
-    def capacity(
-        self, prompt: int, max_new_tokens: int, question: int = 0, batch: int = 1, sampling: Sampling | None = None,
-        least: int = 0,
-    ) -> tuple[int, int | None]:  # fmt: skip
-        """max_seq_len and max_new_tokens of a cache for these tokens. least: slots for prompts, if the context allows.
-        Raises InputError if the tokens exceed the context."""
+    def capacity(self, prompt: int, max_new_tokens: int, question: int = 0, batch: int = 1,
+                 sampling: Sampling | None = None, least: int = 0) -> tuple[int, int | None, int]:  # fmt: skip
+        """max_seq_len and max_new_tokens of a cache for these tokens, rounded up or not, and the tokens that may follow
+        a prompt. least: slots for prompts, if the context allows. Raises InputError if they exceed the context."""
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         most = self.max_seq_len or self.model.args.context
         prompt = max(prompt, min(least, most - question - max_new_tokens))
@@ -220,11 +220,11 @@ class LLM:
             raise InputError(f"{longest} prompt tokens and --max-new-tokens {max_new_tokens} exceed {limit}: "
                              f"use --max-new-tokens {most - longest} or less")  # fmt: skip
         new = question + max_new_tokens
-        exact, wide = (prompt + new, new), (round_up(prompt) + round_up(new), round_up(new))
-        compiled = wide if wide[0] <= most and not self.max_seq_len else (most, None)
+        exact, wide = (prompt + new, new, new), (round_up(prompt) + round_up(new), round_up(new), new)
+        compiled = wide if wide[0] <= most and not self.max_seq_len else (most, None, new)
         if self.compile or self.max_seq_len:
             return compiled
-        stored = self._stored((batch, *compiled), sampling or Sampling())
+        stored = self._stored((batch, *compiled[:2]), sampling or Sampling())
         return compiled if stored and stored.there else exact
 
     def encode(self, prompt: str | list[int], chat: Chat | None = None) -> list[int]:
@@ -441,6 +441,7 @@ class LLM:
         with self.lock:
             session = self.session(rows, *size, sampling)
             self.model.cache.owner = None
+            saved.follow(self.model.cache)
             if saved.meta["packed"]:
                 saved.unpack(self.model.cache, self.model.find_calibration())
             saved.fill(self.model.cache)

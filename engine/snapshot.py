@@ -75,7 +75,7 @@ def resume(session: Session, state: State) -> None:
     logits = None if state.logits is None else state.logits.to(device)
     if logits is not None:
         tokens = sampling.draw(logits, pos - 1, *given)
-    for rope in {m.rope for m in session.model.cache}:
+    for rope in ropes_of(session.model.cache):
         rope.set_prompt(lengths)
     session.begin(tokens, pos, *given)
     session.prompts, session.fed, session.logits = state.prompts, list(fed.unbind(1)), logits
@@ -120,6 +120,10 @@ class Snapshot:
 def first_of(cache: nn.Module) -> Any:
     """The method of the first layer."""
     return next(cache.children())
+
+
+def ropes_of(cache: nn.Module) -> set[Any]:
+    return {m.rope for m in cache.children()}
 
 
 def sized(cache: nn.Module, tokens: int, decoded: int | None) -> nn.ModuleList:
@@ -256,9 +260,9 @@ def save(
     tokens = [p + [0] * (S - len(p)) for p in state.prompts]
     tensors |= {f"{TEXT}prompts": torch.tensor(tokens, dtype=torch.int32), f"{TEXT}fed": state.fed.int()}
     tensors |= {f"{TEXT}next": state.next} | ({} if state.logits is None else {f"{TEXT}logits": state.logits})
-    shape = first_of(cache).shape
+    shape, ahead = first_of(cache).shape, max(rope.ahead for rope in ropes_of(cache))
     meta = of | dict(lengths=[len(p) for p in state.prompts], step=state.decoded, max_seq_len=shape.max_seq_len,
-                     numbers=counted(cache), layouts=layouts, more=more, packed=how)  # fmt: skip
+                     numbers=counted(cache), layouts=layouts, more=more, packed=how, ahead=ahead)  # fmt: skip
     text = json.dumps(meta)
     write_tensors(path, tensors, {"cache": text, "checksum": digest(text, tensors)})
 
@@ -318,14 +322,19 @@ class CacheFile:
         prompts = [p[:n].tolist() for p, n in zip(text["prompts"], self.meta["lengths"], strict=True)]
         return State(prompts, text["fed"].long(), text["next"], text.get("logits"))
 
+    def follow(self, cache: nn.Module) -> None:
+        """Take the saved keys' rotary frequencies, where they depend on the length of a text. Raises InputError if this
+        run's tokens need others."""
+        for rope in ropes_of(cache) if "ahead" in self.meta else ():  # older files do not say
+            rope.follow(self.meta["lengths"], self.meta["ahead"])
+
     def unpack(self, cache: nn.Module, calib: Calibration) -> None:
         """Of a small file (pack.py): restore the buffers of this cache's methods. Raises InputError if it was packed
         with another calibration."""
         if calibration_id(calib) != (how := self.meta["packed"])["calibration"]:
             raise InputError(f"{self.path} was packed with another calibration: give the --calibration that it was "
                              "saved with")  # fmt: skip
-        ropes: set[Any] = {m.rope for m in cache.children()}
-        for rope in ropes:
+        for rope in ropes_of(cache):
             rope.set_prompt(torch.tensor(self.meta["lengths"]))
         self.tensors |= unpack(self.tensors, how["buffers"], cache, calib)
 

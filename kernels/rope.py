@@ -7,6 +7,7 @@ turn have the frequency 0, and `half_split` is the order of channels in which th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kernels.backend import version_for
 from kernels.op import operation
+from runtime.errors import InputError
 
 PROMPT_CHUNK = 4096  # tokens rotated at a time
 
@@ -176,8 +178,9 @@ class Rope(nn.Module):
         new_tokens: int = 0,
     ):  # fmt: skip
         super().__init__()
-        self.of, self.ahead = (args, head_dim, context), new_tokens if args.type == "longrope" else 0
-        first = args.original_max_position_embeddings if args.type == "longrope" else context
+        self.of, self.long = (args, head_dim, context), args.type == "longrope"
+        self.look_ahead(new_tokens)
+        first = args.original_max_position_embeddings if self.long else context
         self.per_row = args.varies and max_seq_len > first
         pos = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
         if self.per_row:
@@ -204,6 +207,20 @@ class Rope(nn.Module):
         if self.cos_16 is None or self.sin_16 is None:
             return self.cos, self.sin
         return self.cos_16, self.sin_16
+
+    def look_ahead(self, new_tokens: int) -> None:
+        """How many tokens may follow the next prompts: by what is asked for, not by the size of the cache."""
+        self.ahead = new_tokens if self.long else 0
+
+    def follow(self, lengths: Sequence[int], ahead: int) -> None:
+        """Prompts of these lengths were read with `ahead` tokens to come, and their keys are kept. Raises InputError if
+        this run's tokens would have given them other frequencies."""
+        first = self.of[0].original_max_position_embeddings
+        if self.long and any(n + ahead <= first < n + self.ahead for n in lengths):
+            raise InputError(f"the saved text was read for {ahead} tokens more, within the model's original context of "
+                             f"{first}, and this run's {self.ahead} lie beyond it, where all of a text is rotated "
+                             f"otherwise: save it again with --max-new-tokens {self.ahead}")  # fmt: skip
+        self.look_ahead(max(ahead, self.ahead))
 
     def set_prompt(self, lengths: Tensor) -> None:
         """Fit the tables to a batch of prompts; a no-op for types that do not vary. lengths [B]."""

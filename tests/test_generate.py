@@ -198,6 +198,18 @@ def test_a_conversation_goes_on_after_a_turn_that_failed(monkeypatch):
     assert [*got, talk.say(turns[2], 5, None).tokens] == want
 
 
+def test_a_conversation_whose_first_turn_failed_is_a_new_one(monkeypatch):
+    """Its noise, too, comes from the first turn that stays."""
+    llm = E.LLM(TINY)
+    want = llm.conversation(E.Sampling(1.0, seed=3)).say("import os", 8, None).tokens
+    talk = llm.conversation(E.Sampling(1.0, seed=3))
+    with monkeypatch.context() as m:
+        spoil_logits(m, 3)
+        with pytest.raises(InputError, match="NaN"):
+            talk.say("def f", 8, None)
+    assert talk.say("import os", 8, None).tokens == want
+
+
 def test_max_seq_len_is_one_cache_for_all_lengths():
     llm = E.LLM(TINY, max_seq_len=80)
     first = llm.generate([[5] * 10], 5)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from cache.grammar import method_files
 from cache.trace import observe
 from engine import LLM, Sampling
+from kernels.rope import RopeArgs
 from runtime.errors import InputError
 from runtime.machine import ROOT, TINY
 from scripts.eval.lm_eval_adapter import KVFast
@@ -50,6 +52,33 @@ def test_generate_stream_and_decode_agree(llm, method):
     n = len(both[0].tokens)  # a stop token ends it early
     assert got[:n] == both[0].tokens and (n == 12 or got[n] in llm.stop_ids)
     assert not any(b.requires_grad for b in model.cache.buffers())
+
+
+def test_longrope_goes_by_what_is_asked_for_and_not_by_the_size_of_a_cache(tmp_path):
+    """All of a text has the frequencies of long texts if its new tokens get there; a saved one keeps those it has."""
+    llm = LLM(TINY, compile=False)
+    n = llm.model.args.head_dim // 2
+    rope = RopeArgs(type="longrope", original_max_position_embeddings=256, factor=4.0, short_factor=(1.0,) * n,
+                    long_factor=tuple(1 + i / 8 for i in range(n)))  # fmt: skip
+    llm.model.args, prompt = replace(llm.model.args, rope=rope), prompt_of(llm, 200)
+
+    @torch.inference_mode()
+    def steps(session):
+        return torch.stack([llm.model.decode(torch.tensor([t]), session.pos + i)[0] for i, t in enumerate(prompt[:20])])
+
+    short, longer = (steps(llm.read([prompt], new)) for new in (24, 100))
+    assert (short - longer).abs().max() > 0.1
+    session = llm.session(1, 512, 256, 24, Sampling())  # as for a compiled step, of a rounded size
+    session.prefill([prompt])
+    assert torch.equal(steps(session), short)
+    llm.read([prompt], 24)
+    llm.save(tmp_path / "a")
+    assert torch.equal(steps(llm.restore(tmp_path / "a", 40)), short)
+    with pytest.raises(InputError, match="read for 24 tokens more, .* this run's 100 lie beyond it.*save it again"):
+        llm.restore(tmp_path / "a", 100)
+    llm.read([prompt], 100)
+    llm.save(tmp_path / "b")
+    assert torch.equal(steps(llm.restore(tmp_path / "b", 24)), longer)
 
 
 @pytest.mark.parametrize("method", METHODS)
