@@ -344,7 +344,7 @@ def main() -> None:
     if opt.import_channels:
         if opt.method or opt.data:
             raise InputError("--import-channels measures nothing: drop --method and --data")
-        check_place(out, source)
+        check_place(out, source, args)
         found = imported(Path(opt.import_channels), args)
         if ranks.rank == 0:
             save(out, source, args, *found, opt.bases, opt.json)
@@ -362,7 +362,7 @@ def main() -> None:
         raise InputError(f"--method {' '.join(opt.method or [])}: no calibration is needed")
     for s in statistics:
         s.layout(args)  # reports a wrong statistic before the pass
-    check_place(out, source)
+    check_place(out, source, args)
     model: Transformer | None = None
     if opt.transformers:
         model = load_model(source, device, DTYPES[opt.dtype], weight_format)
@@ -411,8 +411,9 @@ def partial(out: Path, name: str) -> Path:
     return out.with_name(f"{out.name.removesuffix('.safetensors')}.{name}.partial.safetensors")
 
 
-def check_place(out: Path, source: Path) -> None:
-    """Raises InputError, before anything is computed, if `out` cannot be written or is a file of another kind."""
+def check_place(out: Path, source: Path, args: ModelArgs) -> None:
+    """Raises InputError, before anything is computed, if `out` cannot be written, or is a file of another kind or of
+    another model."""
     try:
         check_out(out, "--calibration")
     except InputError as e:
@@ -423,11 +424,13 @@ def check_place(out: Path, source: Path) -> None:
         raise InputError(f"--calibration {out}: in this folder *.safetensors are weights: call it calibration-...")
     try:
         with safe_open(out, framework="pt") as f:
-            ours = "calibration" in (f.metadata() or {})
-    except (SafetensorError, OSError):
-        ours = not out.exists()
-    if not ours:
-        raise InputError(f"--calibration {out}: this file exists and is no calibration: name another one")
+            meta = json.loads((f.metadata() or {})["calibration"])
+    except (SafetensorError, OSError, KeyError, ValueError):
+        if out.exists():
+            raise InputError(f"--calibration {out}: this file exists and is no calibration: name another one") from None
+        return
+    if isinstance(meta, dict) and meta.get("model", of_model(args)) != of_model(args):
+        raise InputError(f"--calibration {out} is of another model than {source}: name another file, or none")
 
 
 def save(
@@ -461,13 +464,14 @@ def sources(statistics: Iterable[Statistic]) -> dict[str, str]:
 def merged(
     out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], settings: dict[str, dict]
 ) -> Calibration:
-    """The new tensors with the file's other statistics of the same weights; settings: those of each new statistic."""
+    """The new tensors with the file's other statistics: of the same weights, or, in a named file, of the same model in
+    other bits. settings: those of each new statistic."""
     meta = dict(version=VERSION, model=of_model(args), fingerprint=fingerprint(source))
     old = Calibration({}, args.n_layer)
     if out.exists():
         try:
             old = Calibration.load(source, args, out)
-            if old.meta.get("fingerprint") != meta["fingerprint"]:
+            if out == beside(source) and old.meta.get("fingerprint") != meta["fingerprint"]:
                 raise InputError(f"{out} was measured on other weights")
         except InputError as e:
             print(f"nothing of the existing file is kept: {e}", file=sys.stderr)

@@ -236,7 +236,8 @@ class Calibration:
             if not is_ranking(t):
                 raise InputError(f"{path}: {key} is not a ranking of the channels; {again}")
         if meta.get("model", of_model(args)) != of_model(args):
-            raise InputError(f"{path} was made for another model than {checkpoint}; {again}")
+            # not over this file
+            raise InputError(f"{path} was made for another model than {checkpoint}; run: {command(checkpoint)}")
         if file is None and meta.get("fingerprint") != fingerprint(checkpoint):
             print(f"warning: {path} was measured on other weights than those of {checkpoint}: right if they are this "
                   f"model in other bits (--calibration {path} says so), else {again}", file=sys.stderr)  # fmt: skip

@@ -442,10 +442,27 @@ def test_other_weights_are_a_warning_unless_the_file_is_named(folder, capsys):
     with pytest.raises(InputError, match="no such file"):
         model.use_calibration(folder / "calibration-2.safetensors")
     other_config(folder)
-    with pytest.raises(InputError, match=f"another model than {folder}.*--calibration {named}"):
+    with pytest.raises(
+        InputError, match=f"another model than {folder}; run: python calibrate.py --checkpoint {folder}$"
+    ):
         load_checkpoint(folder).use_calibration(named)
     with pytest.raises(InputError, match="random weights"):
         small(2, 2, 16)[0].use_calibration(named)
+
+
+def test_a_named_file_is_never_lost_to_another_model(folder):
+    """It serves the same model in other bits, whose statistics join it; another model needs a file of its own."""
+    named, model = (folder / FILE).rename(folder / "calibration-of-both.safetensors"), load_checkpoint(folder)
+    other_weights(folder)
+    C.check_place(named, folder, model.args)
+    new = {"layers.0.mine.x": torch.ones(3)}
+    joined = C.merged(named, folder, model.args, new, dict(mine={}))
+    assert joined.tensors.keys() == new.keys() | small(2, 2, 16)[1].tensors.keys()
+    shutil.copy(named, folder / FILE)  # beside its weights, it is of these weights
+    assert C.merged(folder / FILE, folder, model.args, new, dict(mine={})).tensors.keys() == new.keys()
+    other_config(folder)
+    with pytest.raises(InputError, match="calibration-of-both.safetensors is of another model than .*: name another"):
+        C.check_place(named, folder, load_checkpoint(folder).args)
 
 
 def test_a_damaged_file_never_gives_a_traceback(folder):
