@@ -100,9 +100,11 @@ def early() -> None:
     """What needs no torch: wrong options, names of methods, and a list of methods that was printed before."""
     opt = parse_args()
     if opt.list_methods:
+        text = ""
         with contextlib.suppress(OSError, RuntimeError):
-            print(listing().read_text(), end="")
-            sys.exit()
+            text = listing().read_text()
+        if text:
+            run_cli(lambda: print(text, end=""))
     check_names(opt.method or "full")
 
 
@@ -304,6 +306,8 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError(
             "--interactive reads its turns from standard input: drop --prompt, --question, --batch-size, --random-init"
         )
+    if opt.interactive and opt.profile:
+        raise InputError("--profile writes a trace of one run: drop --interactive")
     if opt.adaptive and opt.speculate is None:
         raise InputError("--adaptive sets the number of drafts: add --speculate N")
     once = bool(opt.save_cache or opt.load_cache or len(opt.question) > 1 or opt.question and opt.chat)

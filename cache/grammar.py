@@ -84,6 +84,8 @@ class Part:
 
 def parse_spec(spec: str) -> list[Part]:
     """The text of --method -> its parts. Raises InputError for what it cannot read; `layer_parts` checks layers."""
+    if not isinstance(spec, str):
+        raise InputError(f"a method is a {type(spec).__name__}: give its name, as text")
     parts: list[Part] = []
     last_knob = ""
     for item in (x.strip() for x in spec.split(",")):

@@ -104,13 +104,15 @@ class LLM:
     ):
         if speculate is not None:
             check_count("--speculate", speculate, 1, 64, "leave it out to answer by the method alone")
+        elif adaptive:
+            raise InputError("adaptive sets the number of drafts: give speculate, too")
         if prefill_chunk is not None:
             check_count("--prefill-chunk", prefill_chunk, 1, 2**31 - 1, "leave it out to read a prompt at once")
         backend.FALL_BACK = not backend.INTERPRETED
         self.speculate, self.adaptive = speculate or 0, adaptive
         self.cores, self.lock = SpareCores(), threading.RLock()
         device = pick_device(None if device is None else str(device))
-        dtype = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, device)
+        dtype = pick_dtype(dtype, device)
         self.weight_format = WeightFormat.parse(weights, head)
         self.compile = device.type == "cuda" and not transformers if compile is None else compile
         # steps that an earlier run compiled are used if compile is None; of one process on a CPU
@@ -135,7 +137,7 @@ class LLM:
             self.tokenizer = load_tokenizer(reader.tokenizer)
         self.source = f"--random-init {random_init} and seed {seed}" if random_init else str(checkpoint)
         self.source += "".join(f" {flag} {x}" for flag, x in (("--weights", weights), ("--head", head)) if x)
-        self.model.kv_dtype = pick_dtype(kv_dtype, device) if isinstance(kv_dtype, str) else kv_dtype
+        self.model.kv_dtype = None if kv_dtype is None else pick_dtype(kv_dtype, device)
         self.model.use_calibration(calibration)
         if max_seq_len is not None:
             check_count("--max-seq-len", max_seq_len, 2, self.model.args.context, "the most is the model's context")
@@ -224,7 +226,7 @@ class LLM:
         compiled = wide if wide[0] <= most and not self.max_seq_len else (most, None, new)
         if self.compile or self.max_seq_len:
             return compiled
-        stored = self._stored((batch, *compiled[:2]), sampling or Sampling())
+        stored = self._stored((batch, *compiled[:2]), Sampling.of(sampling))
         return compiled if stored and stored.there else exact
 
     def encode(self, prompt: str | list[int], chat: Chat | None = None) -> list[int]:
@@ -264,8 +266,10 @@ class LLM:
         Ctrl-C ends the run early and keeps the text so far. Raises InputError if prompt and new tokens exceed the
         model's context or the free memory, and `Ended`, with the text so far, if a step fails.
         """
-        sampling, chat, out = sampling or Sampling(), Chat.check(chat), list[Completion]()
-        texts = [questions] if isinstance(questions, str) else list(questions)
+        sampling, chat, out = Sampling.of(sampling), Chat.check(chat), list[Completion]()
+        texts = [questions] if isinstance(questions, str) else list(questions or ())
+        if pack is not None and save is None:
+            raise InputError("pack makes a small file of a saved cache: give save, too")
         saved = CacheFile(load) if isinstance(load, str | Path) else load
         if saved is not None:
             if prompts is not None or (chat and chat.system is not None):
@@ -372,7 +376,7 @@ class LLM:
         """Yields the completion of one prompt piece by piece."""
         ids, text = self.encode(prompt, chat), self.tokenizer.stream(stop_strings(stop))
         with self.lock:
-            sampling = sampling or Sampling()
+            sampling = Sampling.of(sampling)
             session = self.session(1, *self.capacity(len(ids), max_new_tokens, sampling=sampling), sampling)
             session.prefill([ids])
         rows = session.rows(max_new_tokens, self.stop_ids)
@@ -388,7 +392,7 @@ class LLM:
         self, sampling: Sampling | None = None, chat: Chat | None = None, stop: str | Sequence[str] = ()
     ) -> Conversation:
         """A conversation whose turns continue one cache. chat: as in `encode`; stop: as in `generate`."""
-        return Conversation(self, sampling or Sampling(), Chat.check(chat), stop_strings(stop))
+        return Conversation(self, Sampling.of(sampling), Chat.check(chat), stop_strings(stop))
 
     # ---- prompts that are read once and used several times ----
 
@@ -405,7 +409,7 @@ class LLM:
         method that `save` would refuse. Raises InputError as `generate`."""
         rows = self.prompts.rows(prompts)
         with self.lock:
-            sampling = sampling or Sampling()
+            sampling = Sampling.of(sampling)
             size = self.capacity(max(map(len, rows)), max_new_tokens, further, len(rows), sampling, LEAST)
             session = self.session(len(rows), *size, sampling)
             if saves:
@@ -435,7 +439,7 @@ class LLM:
         saved = file if isinstance(file, CacheFile) else CacheFile(file)
         saved.check(self._identity())
         state = saved.state
-        sampling = sampling or Sampling()
+        sampling = Sampling.of(sampling)
         longest, rows, further = max(map(len, state.prompts)), len(state.prompts), further + state.decoded
         size = self.capacity(longest, max_new_tokens, further, rows, sampling, LEAST)
         with self.lock:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import check_count, check_range
+from runtime.errors import InputError, check_count, check_range, short
 
 NO_TOKEN = -1  # drawn if logits are not finite; found when the token is read, so that no step waits for a check
 
@@ -47,6 +47,13 @@ class Sampling:
             check_range("--min-p", self.min_p, 0, 1, "leave it out to keep every token")
         check_range("--repetition-penalty", self.repetition_penalty, 1e-4, 1e4, "1 is none, 1.1 to 1.3 are usual")
         check_count("--seed", self.seed, 0, 2**63 - 1)
+
+    @staticmethod
+    def of(given: Sampling | None) -> Sampling:
+        """The given one, or the default, greedy. Raises InputError if it is something else."""
+        if given is not None and not isinstance(given, Sampling):
+            raise InputError(f"sampling={short(given)} is no Sampling: give Sampling(temperature=...), from engine")
+        return given or Sampling()
 
     @property
     def graph_key(self) -> tuple[Any, ...]:

@@ -38,7 +38,8 @@ def code() -> str:
 
 
 def allowed() -> bool:
-    return os.environ.get("KV_FAST_STEPS") != "0" and not os.environ.get("KV_FAST_METHODS") and native.available()
+    off = os.environ.get("KV_FAST_STEPS") == "0" or os.environ.get("KV_FAST_METHODS") or backend.BACKEND == "torch"
+    return not off and native.available()
 
 
 def made_of(model: nn.Module, identity: Any) -> str:
@@ -76,12 +77,12 @@ class StoredStep:
                 return None
             if any(name not in tensors or described(tensors[name]) != of for name, of in meta["tensors"].items()):
                 return None
+            links = [(str(files[i]), [tensors[x] if isinstance(x, str) else x for x in inputs])
+                     for i, inputs in meta["links"]]  # fmt: skip
             os.utime(self.folder)
-        except (OSError, ValueError, KeyError, TypeError):
+            return native.Graphs(links)
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
             return None
-        links = [(str(files[i]), [tensors[x] if isinstance(x, str) else x for x in inputs])
-                 for i, inputs in meta["links"]]  # fmt: skip
-        return native.Graphs(links)
 
     def keep(self, model: nn.Module, calls: Sequence[CompiledCall], given: Sequence[Tensor]) -> None:
         """Store the graphs of these calls, unless one takes a tensor that has no name."""

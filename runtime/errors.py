@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import importlib.util
 import os
@@ -23,7 +24,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command line's `main` and exit: InputError -> `error: ...` on stderr and code 2, Ctrl-C -> code 130."""
     try:
         code = main() or 0
-        sys.stdout.flush()
+        if sys.stdout:  # None if it is closed
+            sys.stdout.flush()
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         code = 2
@@ -33,7 +35,26 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # the reader (head, less) has gone: not an error of ours
         sys.stderr.close()
         code = 0
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF) or e.filename:  # of a file: a fault of ours
+            raise
+        print(f"error: the output cannot be written: {e.strerror}", file=sys.stderr)
+        sys.stdout, code = open(os.devnull, "w"), 2  # noqa: SIM115, what is left in the old one is not flushed again
     sys.exit(code)
+
+
+def quiet_interrupt() -> None:
+    """Ctrl-C before `run_cli`, while imports take seconds, is a line, too. For command lines: it is a hook of the whole
+    process."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            os._exit(130)  # Python would end by the signal
+        before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def need_torch() -> None:

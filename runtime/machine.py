@@ -17,7 +17,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-from runtime.errors import InputError, check_range
+from runtime.errors import InputError, check_range, short
 from runtime.folders import ROOT
 from runtime.options import PRECISIONS
 
@@ -56,13 +56,16 @@ def has_bf16(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype of that name; None: bf16 on a GPU that has it, else fp32."""
+def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name, also of torch's own; None: bf16 on a GPU that has it, else fp32."""
     if name is None:
         return torch.bfloat16 if device.type == "cuda" and has_bf16(device) else torch.float32
-    if name == "bf16" and device.type == "cuda" and not has_bf16(device):
+    own = next((x for x, dtype in DTYPES.items() if str(dtype) in (str(name), f"torch.{name}")), name)
+    if own not in DTYPES:
+        raise InputError(f"dtype {short(name)} is not supported: use {', '.join(DTYPES)}")
+    if own == "bf16" and device.type == "cuda" and not has_bf16(device):
         raise InputError("--dtype bf16 is not supported by this GPU: use --dtype fp16 or fp32")
-    return DTYPES[name]
+    return DTYPES[own]
 
 
 def set_threads(n: int | None) -> None:
@@ -163,8 +166,9 @@ def check_fetched(path: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """A name beside a file to write to and then rename, so that the file is complete or absent."""
-    return path.with_name(path.name + ".tmp")
+    """A name beside a file, or a folder, to write to and then rename, so that it is complete or absent. Nobody else's:
+    what is there is removed."""
+    return path.with_name(f".{path.name}.kv_fast.tmp")
 
 
 @contextlib.contextmanager
@@ -172,11 +176,14 @@ def written(path: str | Path) -> Iterator[Path]:
     """Yields a name to write to, which is renamed to `path` when the block ends. After an error the old file stays."""
     tmp = temporary(Path(path))
     tmp.unlink(missing_ok=True)
-    tmp.touch()
-    mode = tmp.stat().st_mode  # by the umask; safetensors writes files that only their owner can read
-    yield tmp
-    tmp.chmod(mode)
-    os.replace(tmp, path)
+    try:
+        tmp.touch()
+        mode = tmp.stat().st_mode  # by the umask; safetensors writes files that only their owner can read
+        yield tmp
+        tmp.chmod(mode)
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def check_out(path: str | Path | None, flag: str = "--out") -> None:

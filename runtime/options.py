@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import InputError, need_torch
+from runtime.errors import InputError, need_torch, quiet_interrupt
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
 def answer_early(parse: Callable[[], Any]) -> None:
     """Before torch is imported, which takes seconds: print help, or what is wrong with the options, and exit."""
     need_torch()
+    quiet_interrupt()
     try:
         parse()
     except InputError as e:

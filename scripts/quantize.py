@@ -30,6 +30,7 @@ from loading.config import args_from_hf
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs
 from runtime.errors import InputError, run_cli
+from runtime.machine import temporary
 from runtime.options import Parser
 from weights import DENSE, Codes, WeightFormat, open_checkpoint, quantize
 
@@ -139,7 +140,7 @@ def main() -> None:
 
 def write(source: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any], gguf: Any) -> None:
     """Writes under a temporary name, then renames, so that there is a complete folder or none."""
-    tmp = out.with_name(out.name + ".tmp")
+    tmp = temporary(out)
     shutil.rmtree(tmp, ignore_errors=True)
     try:
         tmp.mkdir()

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from kv_methods.kvzip import ASK
 from loading.checkpoint import load_checkpoint
@@ -287,7 +289,26 @@ def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypa
     for name in ("samples.jsonl", "table.md"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     status, _, err = cli(compare, *argv, "--seed", 5, "--resume", "--out", parts)
-    assert status == 2 and "another settings" in err
+    assert status == 2 and "another seed" in err
+    calibration = tmp_path / "c.safetensors"
+    own, tensors = TINY / "calibration.safetensors", load_file(TINY / "calibration.safetensors")
+    tensors["layers.0.sals.basis"] = tensors["layers.0.sals.basis"].flip(0)
+    save_file(tensors, calibration, safe_open(own, "pt").metadata())
+    status, _, err = cli(compare, *argv, "--calibration", calibration, "--resume", "--out", parts)
+    assert status == 2 and "another inputs" in err
+    monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path))
+    (tmp_path / "mine.py").write_text("")
+    status, _, err = cli(compare, *argv, "--resume", "--out", parts)
+    assert status == 2 and "another inputs" in err
+    monkeypatch.delenv("KV_FAST_METHODS")
+    lines = (parts / "samples.jsonl").read_bytes()
+    (parts / "samples.jsonl").write_bytes(b'{"method": "full", garbage\n' + lines)
+    status, _, err = cli(compare, *argv, "--resume", "--out", parts)
+    assert status == 2 and "line 1 of " in err and "is damaged: remove that line" in err
+    assert (parts / "samples.jsonl").read_bytes().endswith(lines)
+    (parts / "compare.json").unlink()
+    status, _, err = cli(compare, *argv, "--resume", "--out", parts)
+    assert status == 2 and "has samples, but without compare.json nothing says of what" in err
     status, _, err = cli(compare, *argv, "--resume")
     assert status == 2 and "--resume needs --out" in err
 

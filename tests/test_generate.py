@@ -382,6 +382,25 @@ def test_without_the_environment_one_line_says_what_to_do(argv):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"has no PyTorch: {said}" in done.stderr
 
 
+@pytest.mark.parametrize("argv", [["--list-methods"], ["--prompt", "a", "--max-new-tokens", "2"]])
+def test_an_output_that_cannot_be_written_is_one_line(argv):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "generate.py", *argv], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2 and "error: the output cannot be written: No space left" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("argv", [["generate.py", "--prompt", "a"], ["-m", "scripts.eval.compare"]])
+def test_an_interrupt_while_torch_is_imported_is_one_line(argv, tmp_path):
+    """By a torch that is interrupted itself."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    env = os.environ | dict(PYTHONPATH=f"{tmp_path}")
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_random_init_needs_no_checkpoint(monkeypatch, cli):
     small = dict(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=300, rope=dict())
     monkeypatch.setitem(N.NAMED, "small", small)
@@ -412,6 +431,7 @@ BAD = {
     "device": (["--prompt", "a", "--device", "abacus"], "--device abacus"),
     "dtype": (["--prompt", "a", "--dtype", "int1"], "--dtype"),
     "interactive with a prompt": (["--interactive", "--prompt", "a"], "--interactive"),
+    "profile of a conversation": (["--interactive", "--profile", "x"], "--profile writes a trace of one run"),
     "no chat template": (["--chat", "--prompt", "a"], "chat template"),
     "system without chat": (["--system", "Be brief.", "--prompt", "a"], "for the chat template: add --chat"),
     "variable without chat": (["--chat-arg", "think=false", "--prompt", "a"], "for the chat template: add --chat"),

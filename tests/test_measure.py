@@ -133,7 +133,7 @@ def test_changed_names_the_files_of_the_hot_path(monkeypatch, tmp_path):
 
 
 def test_resuming_looks_at_the_hot_path_and_not_at_the_commit(monkeypatch, tmp_path):
-    old = dict(commit="first", device="A", settings=1, rows=[1])
+    old = dict(commit="first", device="A", settings=dict(seed=1), rows=[1])
     (tmp_path / "x.json").write_text(json.dumps(old))
     data = old | dict(commit="second", device="B", command="")
     monkeypatch.setattr(options, "changed", lambda *a: [])

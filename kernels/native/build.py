@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from runtime.errors import note_once
 from runtime.folders import cache_folder
 
 FOLDER = Path(__file__).parent
@@ -71,8 +72,10 @@ def cache_path(name: str) -> Path:
                 return private_path(name)
         if (folder / name).exists() or os.access(folder, os.W_OK):
             return folder / name
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        pass
+        why = f"{folder} cannot be written to"
+    except (OSError, RuntimeError) as e:  # RuntimeError: there is no home
+        why = str(e)
+    note_once(f"the C++ kernels are compiled at every start, as nothing can be kept: {why}; set XDG_CACHE_HOME")
     return private_path(name)
 
 

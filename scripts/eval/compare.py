@@ -50,7 +50,7 @@ from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import TASKS, Context, Row, check_metric, check_names, contexts, read_rows, rows_of
 from scripts.eval.ruler import add_sources, sized
 from scripts.shared.markdown import against_full, measuring, table, tasks_of, wilson
-from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, layers_of, parse_shares, precision
+from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, inputs, layers_of, parse_shares, precision
 from scripts.shared.results import record, save_figure, write_json
 
 FILES = ("compare.json", "samples.jsonl", "table.md", "held.png", "read.png")
@@ -130,10 +130,14 @@ class Store:
         self.path, self.known = path if ranks.rank == 0 else None, dict[Key, Row]()
         lines = self.path.read_bytes() if self.path and resume and self.path.exists() else b""
         lines = lines[: lines.rfind(b"\n") + 1]
+        for i, line in enumerate(ranks.all(lines)[0].splitlines(), 1):
+            try:
+                row = json.loads(line)
+                self.known[self.key(row)] = row
+            except (ValueError, AttributeError):
+                raise InputError(f"--resume: line {i} of {path} is damaged: remove that line") from None
         if self.path:
             self.path.write_bytes(lines)
-        rows = map(json.loads, ranks.all(lines)[0].splitlines())
-        self.known.update((self.key(row), row) for row in rows)
 
     @staticmethod
     def key(row: Row) -> Key:
@@ -327,8 +331,12 @@ def main() -> None:
     ev, ranks = open_evaluation(opt, opt.batch_size), opt.ranks
     out = Path(opt.out) if opt.out else None
     settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model)
+    settings |= inputs(opt, ev.model, opt.dataset, opt.essays, opt.squad, opt.hotpotqa)
     data = record(ev.device, **names_of(opt), settings=settings)
     if out and opt.resume and ranks.rank == 0:
+        if (out / FILES[1]).exists() and not (out / FILES[0]).exists():
+            raise InputError(f"--resume: {out / FILES[1]} has samples, but without {FILES[0]} nothing says of what: "
+                             "remove it, or give another --out")  # fmt: skip
         earlier(str(out / FILES[0]), data, ("commit", "fingerprint", "settings"), ())
     mode = dict(question="known" if opt.query_in_prompt else "unknown", turns=opt.multi_turn)
     common = mode | dict(chat=chat_parts(ev.tk, not opt.no_chat).head != "", seed=opt.seed, model=data["fingerprint"])

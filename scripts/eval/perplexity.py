@@ -32,7 +32,7 @@ from runtime.hub import add_checkpoint
 from runtime.machine import read_text
 from runtime.options import Parser
 from scripts.eval.evaluation import Evaluation, add_flags, check_flags, names_of, open_evaluation
-from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, layers_of, precision
+from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, inputs, layers_of, precision
 from scripts.shared.results import record, write_json
 
 BINS = (1, 4, 16, 64, 256, 1024, 4096)  # distances from the prompt at which a bin begins
@@ -162,7 +162,8 @@ def main() -> None:
     with ranks.agreed():
         windows = windows_of(ev, opt.text, length, opt.windows)
     settings = {k: getattr(opt, k) for k in ("method", "text", "decoded", "windows", "batch_size", "recall", "seed")}
-    settings |= dict(length=length) | precision(opt, ev.model)
+    text = None if opt.text in ("prose", "code") else opt.text
+    settings |= dict(length=length) | precision(opt, ev.model) | inputs(opt, ev.model, text)
     data = record(ev.device, **names_of(opt), settings=settings)
     resume = opt.resume and ranks.rank == 0
     old = earlier(opt.out, data, ("commit", "fingerprint", "settings"), ("parts",)) if resume else {}

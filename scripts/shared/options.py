@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import re
 import time
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cache.grammar import method_files
+from cache.calibration import beside
+from cache.grammar import method_files, own_folders
 from cache.spec import layer_methods, presets
 from loading.checkpoint import load_checkpoint, random_transformer
 from loading.config import args_from_hf, read_args
@@ -23,7 +25,7 @@ from loading.named import named_args
 from model import ModelArgs, Transformer
 from runtime.errors import InputError
 from runtime.machine import pick_dtype
-from scripts.shared.results import changed, check_out
+from scripts.shared.results import changed, check_out, edits
 from scripts.shared.timing import reason
 from weights import WeightFormat, open_checkpoint
 from weights.shards import read_object as read_json
@@ -95,6 +97,18 @@ def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
     if opt.weights:
         out |= dict(weights=opt.weights, head=opt.head or "as weights, at least int8")
     return out | (dict(kv_dtype=name(model.kv_dtype)) if model.kv_dtype else {})
+
+
+def inputs(opt: argparse.Namespace, model: Transformer, *files: str | None) -> dict[str, str]:
+    """Hashes of what answers depend on beside the commit and the flags: calibrations, files and folders of text,
+    methods of one's own, and edits that no commit has."""
+    found = opt.calibration or ([beside(model.folder)] if model.folder else [])
+    paths = [Path(f) for f in (*found, *files) if f]
+    texts = [f for p in paths for f in ([p] if p.is_file() else sorted(p.rglob("*.txt")))]
+    h = hashlib.sha256()
+    for f in (*texts, *(f for folder in own_folders() for f in sorted(folder.glob("*.py")))):
+        h.update(hashlib.sha256(f.read_bytes()).digest())
+    return dict(inputs=h.hexdigest()[:16], edits=edits())
 
 
 def check_folder(checkpoint: str, who: str) -> None:
@@ -171,7 +185,9 @@ def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[
         return {}
     try:
         old = json.loads(Path(out).read_text())
-        other = [k for k in same if k != "commit" and old[k] != data[k]]
+        other = [k for k in same if k not in ("commit", "settings") and old[k] != data[k]]
+        if "settings" in same:
+            other += [k for k in data["settings"] if old["settings"].get(k) != data["settings"][k]]
         other += [f"version of {f}" for f in changed(old["commit"], data["command"], "gpu" in data)]
         found = {k: list(old[k]) for k in lists}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as e:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -31,6 +32,17 @@ def commit() -> str:
         return git("rev-parse", "--short", "HEAD") + ("+dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def edits() -> str:
+    """A hash of what this clone has beyond its commit, in tracked files and new methods; empty for a clean one."""
+    try:
+        changed = git("diff", "HEAD", "--", ":/", ":(top,exclude)results")
+        new = git("ls-files", "--others", "--exclude-standard", "--", "kv_methods").splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    text = changed + "".join((ROOT / f).read_text(errors="replace") for f in new)
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 # ---- which results are still of this code ----
