@@ -50,7 +50,7 @@ def second_pass(layers: Iterable[Any], *prompt: Any) -> Sequence[Text]:
     layers ask for different ones."""
     asked = {m.alike: texts for m in layers if (texts := m.second_pass(*prompt))}
     first = next(iter(asked.values()), ())
-    for texts in asked.values():
+    for texts in [*asked.values()][1:]:
         for one, other in zip_longest(first, texts):
             if type(one) is not type(other) or any(
                 not torch.equal(torch.as_tensor(x), torch.as_tensor(getattr(other, name)))

