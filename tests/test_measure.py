@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from runtime.errors import InputError
-from scripts.report import measure
+from scripts.report import measure, verify
 from scripts.shared import options, results
 
 
@@ -142,3 +142,47 @@ def test_resuming_looks_at_the_hot_path_and_not_at_the_commit(monkeypatch, tmp_p
     monkeypatch.setattr(options, "changed", lambda *a: ["model.py"])
     with pytest.raises(InputError, match=r"has another version of model\.py"):
         options.earlier(str(tmp_path / "x.json"), data, ("commit", "settings"), ("rows",))
+
+
+# ---- verified against an earlier commit ----
+
+
+@pytest.fixture
+def verified(tmp_path, monkeypatch):
+    """verify in a folder with a result of accuracy and one of speed; `numbers` are what the test says of each folder."""
+    state = dict(now={}, then={})
+    for name in ("accuracy/known", "box/speed"):
+        (tmp_path / "results" / name).parent.mkdir(parents=True, exist_ok=True)
+        runs = [dict(commit="old", command="of this"), dict(commit="older", command="of another")]
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(dict(runs=runs)))
+    monkeypatch.setattr(verify, "ROOT", tmp_path)
+    monkeypatch.setattr(verify, "git", lambda *a: "")
+    monkeypatch.setattr(verify, "commit", lambda: "new")
+    monkeypatch.setattr(verify, "changed", lambda since, command, until=None: ["model.py"] * (since == "older"))
+    monkeypatch.setattr(verify, "numbers", lambda tree, *_: state["now" if tree == tmp_path else "then"])
+    state["marks"] = lambda name: [
+        run.get("same_as") for run in json.loads((tmp_path / "results" / f"{name}.json").read_text())["runs"]
+    ]
+    return state
+
+
+def test_results_of_equal_numbers_are_marked(verified):
+    verified["now"] = verified["then"] = {"sals, 1: kl": 0.25, "sals, 1: tokens": 64}
+    assert verify.verify("base", False) == 1
+    assert verified["marks"]("accuracy/known") == ["new", None] and verified["marks"]("box/speed") == [None, None]
+    verified["now"] = verified["then"] | {"sals, 1: kl": 0.2500001}
+    with pytest.raises(InputError, match=r"1 of 2 numbers have changed: sals, 1: kl is 0.2500001 and was 0.25"):
+        verify.verify("base", False)
+    verified["now"] = {"sals, 1: kl": 0.25}
+    with pytest.raises(InputError, match=r"sals, 1: tokens is None and was 64"):
+        verify.verify("base", False)
+
+
+def test_results_of_the_same_speed_are_marked(verified):
+    verified["then"] = {"sals, 1: seconds_per_step": [0.03, 0.02], "full, 0: operator": dict(each=[2.0, 9.0])}
+    verified["now"] = {"sals, 1: seconds_per_step": [0.0208, 0.05], "full, 0: operator": dict(each=[1.9, 2.0])}
+    assert verify.verify("base", True) == 1
+    assert verified["marks"]("accuracy/known") == [None, None] and verified["marks"]("box/speed") == ["new", None]
+    verified["now"]["sals, 1: seconds_per_step"] = [0.0228]
+    with pytest.raises(InputError, match=r"0.961 times as fast, sals 0.877"):
+        verify.verify("base", True)
