@@ -149,7 +149,7 @@ def test_resuming_looks_at_the_hot_path_and_not_at_the_commit(monkeypatch, tmp_p
 
 @pytest.fixture
 def verified(tmp_path, monkeypatch):
-    """verify in a folder with a result of accuracy and one of speed; `numbers` of each folder are what the test says."""
+    """verify in a folder with a result of accuracy and one of speed; `numbers` of each folder are as the test says."""
     state = dict(now={}, then={})
     for name in ("accuracy/known", "box/speed"):
         (tmp_path / "results" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -49,9 +49,10 @@ def accuracy() -> Any:
         low, high = wilson(sum(full), len(full))
         for (kind, label), ax in zip(COLUMNS.items(), axes[i], strict=True):
             here = [c for c in cells if c["seq_len"] == n and column(c) == kind]
-            names = sorted({c["method"] for c in here}, key=lambda m: (m in BOUNDS, m))
+            # a method looks the same at every length
+            names = sorted({c["method"] for c in cells if column(c) == kind}, key=lambda m: (m in BOUNDS, m))
             ends = {}
-            for k, name in enumerate(names):
+            for k, name in ((k, m) for k, m in enumerate(names) if any(c["method"] == m for c in here)):
                 marker, color, style = look(k, name)
                 points = []  # side by side, so that bars can be told
                 for c in (c for c in here if c["method"] == name):

@@ -20,7 +20,7 @@ from scripts.report.papers import ACCURACY, reported
 from scripts.shared.markdown import Row, paired, percent, rate, scores, share, table
 
 NONE = "Not measured yet."
-ON_A_GPU = "**Not run on a GPU yet.** `python -m scripts.report.measure --gpu --within 540` measures this section."
+ON_A_GPU = "**No speed was measured on a GPU yet.** `python -m scripts.report.measure --gpu --within 540` does."
 
 
 def sources(page: str, *questions: str, gpu: bool = False) -> str:
@@ -33,9 +33,7 @@ def sources(page: str, *questions: str, gpu: bool = False) -> str:
         mark = f" **Stale**: {'; '.join(why)}." if why else ""
         minutes = sum(run.get("seconds", 0) for run in runs) / 60
         took = f", {minutes:.0f} minutes" if minutes else ""
-        same = "".join(
-            f", the same numbers at {c}" for c in dict.fromkeys(r["same_as"] for r in runs if "same_as" in r)
-        )
+        same = "".join(f", verified at {c}" for c in dict.fromkeys(r["same_as"] for r in runs if "same_as" in r))
         on = "; ".join(devices).replace(" 1 threads", " 1 thread")
         out.append(f"File: [{path}]({link}), {on}, commit {', '.join(commits)}{same}, "
                    f"{', '.join(dates)}{took}.{mark}")  # fmt: skip
