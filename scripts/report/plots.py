@@ -52,10 +52,12 @@ def accuracy() -> Any:
             # a method looks the same at every length
             names = sorted({c["method"] for c in cells if column(c) == kind}, key=lambda m: (m in BOUNDS, m))
             ends = {}
-            for k, name in ((k, m) for k, m in enumerate(names) if any(c["method"] == m for c in here)):
+            for k, name in enumerate(names):
+                if not (own := [c for c in here if c["method"] == name]):
+                    continue
                 marker, color, style = look(k, name)
                 points = []  # side by side, so that bars can be told
-                for c in (c for c in here if c["method"] == name):
+                for c in own:
                     x = float(Fraction(c["target"])) if name in BOUNDS else rows[c["spec"], n][AXES[c["axis"]][1]]
                     points.append((x * 1.006 ** (k - len(names) / 2), scores(rows[c["spec"], n], tasks)))
                 points.sort(key=lambda point: point[0])

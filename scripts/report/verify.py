@@ -1,7 +1,7 @@
 """Shows that this code gives the numbers of an earlier commit, so that results need not be measured again.
 
-    python -m scripts.report.verify 5d83b13            # of accuracy: about ten minutes on two cores
-    python -m scripts.report.verify 5d83b13 --timed    # of speed: as long, with nothing beside it
+    python -m scripts.report.verify 5d83b13            # of accuracy: six minutes on two cores
+    python -m scripts.report.verify 5d83b13 --timed    # of speed: twenty, with nothing beside it
 
 A result is stale once its hot path has changed, even by a mend for a format of files that it does not use. Here both
 commits run PROBES, with all methods, whose numbers must be equal to the last digit; or, in turns, TIMED, whose speed
