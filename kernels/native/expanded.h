@@ -11,12 +11,14 @@ namespace {
 // list's few hundred are work for several threads, too.
 int64_t span_of(int64_t n) { return std::max<int64_t>(1, std::min<int64_t>(512, n / 8) / BLOCK) * BLOCK; }
 
-int64_t filled_up(int64_t R) { return (R + COORDINATES - 1) / COORDINATES * COORDINATES; }
+template <class Unit> int64_t filled_up(int64_t R) {
+    return (R + Unit::TOGETHER - 1) / Unit::TOGETHER * Unit::TOGETHER;
+}
 
 // One of the units declared in products.h
 struct ByFloats {
-    typedef float Row;                  // a panel is [R, PANEL]
-    static constexpr int64_t MORE = 0;  // rows beside the R of a panel, or of columns
+    typedef float Row;                                // a panel is [R, PANEL]
+    static constexpr int64_t TOGETHER = L, MORE = 0;  // R is a multiple; rows beside the R of a panel, or of columns
     template <class T> static void pack_coordinates(const T* from, int64_t step, int64_t rank, float* to) {
         for (int64_t r = 0; r < rank; r++) store(to + r * PANEL, load(from + r * step));
     }
@@ -58,8 +60,8 @@ struct ByFloats {
 // By integers of 16 bits: two products and their sum in one instruction, where a float's is one. Each channel of a
 // basis has a scale, and each token: both keep 11 to 12 bits, so that 32 bits hold the sums; bf16 has 8.
 struct ByIntegers {
-    typedef bf16 Row;                   // a panel is [PANEL] scales, then [R / 2, PANEL, 2]; columns are alike
-    static constexpr int64_t MORE = 2;  // a scale has the size of two numbers
+    typedef bf16 Row;  // a panel is [PANEL] scales, then [R / 2, PANEL, 2]; columns are alike
+    static constexpr int64_t TOGETHER = COORDINATES, MORE = 2;  // a scale has the size of two numbers
 
     template <class T> static void pack_coordinates(const T* from, int64_t step, int64_t rank, bf16* to) {
         Room<float> x(rank * PANEL);
@@ -120,7 +122,7 @@ private:
         store(to, (vf)(((vu)rounded_numbers(a) & 0xffff) | (vu)rounded_numbers(b) << 16));
     }
     static void pack(const float* x, int64_t rank, bf16* to) {
-        const int64_t R = filled_up(rank);
+        const int64_t R = filled_up<ByIntegers>(rank);
         float *scale = (float*)to, *at = scale + PANEL;
         vf most = vf{} + 1e-30f;
         for (int64_t r = 0; r < rank; r++) most = larger(most, size(load(x + r * PANEL)));
@@ -140,7 +142,7 @@ template <class Unit> struct Basis {
     Room<Row> panels;
     template <class T>
     Basis(const T* from, int64_t step, bool by_channels, int64_t channels, int64_t rank, int64_t threads)
-        : R(filled_up(rank)), panels(channels * (R + Unit::MORE)) {
+        : R(filled_up<Unit>(rank)), panels(channels * (R + Unit::MORE)) {
 #pragma omp parallel for num_threads(threads)
         for (int64_t first = 0; first < channels; first += PANEL)
             if (by_channels) Unit::pack_channels(from + first * step, step, rank, panel(first));

@@ -117,7 +117,7 @@ template <class Unit, class T> void attend_latents_with(const Heads<T>& heads, c
     const Heads<T> inner{.out = heads.out, .B = B, .H = 1, .G = H * G, .D = D, .threads = threads};
     attention(inner, 1 + parts, [&](int64_t b, int64_t part, const float*, Seen& seen) {
         const LatentSlots<T> from = part ? store.row(b) : ring.row(b);
-        Expanded<Unit> keys(panels, filled_up(from.first + from.second), angles.of(b), 0, H, D);
+        Expanded<Unit> keys(panels, filled_up<Unit>(from.first + from.second), angles.of(b), 0, H, D);
         Room<float> query(H * G * D), weights(G * BLOCK);
         scaled_query(heads.of(b, 0), heads.head, (int)(H * G), (int)D, LOG2_E / std::sqrt((float)D), query.at);
         const bool coded = from.bits < 16;

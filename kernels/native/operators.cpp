@@ -174,13 +174,15 @@ static int64_t ragged_stop(const Stored<int64_t>& first, const Stored<int64_t>& 
 OPERATOR(void, ragged_append, SmallRows<T> k, SmallRows<T> v, Small<int64_t> pos, Stored<T> k_cache, Stored<T> v_cache,
          Stored<int32_t> place, Stored<int64_t> first, Stored<int64_t> filled) {
     const int64_t B = k.size(0), H = k.size(1), D = k.size(2), N = k_cache.size(2);
-    for (int64_t b = 0; b < B; b++, filled.data()[b - 1]++)
+    for (int64_t b = 0; b < B; b++) {
         for (int64_t h = 0; h < H; h++) {
             const int64_t slot = b * H * N + std::min(ragged_stop(first, filled, b, h, N), H * N - 1);
             for (auto [cache, x] : {std::pair(&k_cache, &k), std::pair(&v_cache, &v)})
                 std::memcpy(cache->data() + slot * D, x->data() + b * x->stride(0) + h * x->stride(1), D * sizeof(T));
             place.data()[slot] = (int32_t)pos.data()[b];
         }
+        filled.data()[b]++;
+    }
 }
 
 OPERATOR(Tensor, ragged_attention, Small<T> q, Stored<T> k, Stored<T> v, Stored<int64_t> first,

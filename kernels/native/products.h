@@ -15,12 +15,12 @@ template <class T> struct QueriesFor {
 // ---- keys that are coordinates in a basis (expanded.h) ----
 
 constexpr int PANEL = L;                  // channels that are expanded at a time, of each half of a head
-constexpr int64_t COORDINATES = 32;       // rows are padded with zeros to a multiple of this
+constexpr int64_t COORDINATES = 32;       // of a key, in a multiple of which 16-bit rows are padded with zeros
 constexpr int BLOCK = L == 16 ? 64 : 48;  // tokens for which a basis is read from L2 once
 
-// Products of a basis' channels, PANEL of each of two panels, with a block's coordinates, R of them, a multiple of 32:
-// out [2 * PANEL, BLOCK]. A panel is packed from a basis whose rows, `step` apart, are its `rank` coordinates, or
-// channels (then rank is a multiple of 32).
+// Products of a basis' channels, PANEL of each of two panels, with a block's coordinates, R of them, a multiple of
+// Unit::TOGETHER: out [2 * PANEL, BLOCK]. A panel is packed from a basis whose rows, `step` apart, are its `rank`
+// coordinates, or channels (then rank is a multiple of 32).
 struct ByFloats;
 struct ByPairs;
 struct ByTiles;

@@ -37,12 +37,10 @@ struct InFloats {
                 vf x;
                 if constexpr (E4M3_CODES)  // fp16 has one bit more for exponents, and another bias
                     x = halves(two[f] << 8 >> 1 & (int16_t)0xbf80, part) * 256.0f;
+                else if constexpr (!BOOK) x = load((const int16_t*)&two[f] + part * L);
                 else x = looked_up(halves_at((const int16_t*)&two[f] + part * L), entries);
                 store(to + f * 16 + part * L, x);
             }
-    }
-    template <bool BOOK, bool E4M3_CODES> void put(Sixteen* two, int16_t* to) const {  // codes themselves
-        for (int f = 0; f < 2; f++) std::memcpy(to + f * 16, &two[f], sizeof *two);
     }
 };
 
@@ -194,7 +192,7 @@ template <class T> struct Quantized : QuantizedCache<T> {
     }
 
     void unpack(int64_t t, int n, Row* to) const {  // n tokens from t on; without a book integers of 16 bits
-        int16_t* codes = (int16_t*)to;
+        Row* codes = to;
         const bool book = this->book;
         if (this->bits == 2) book ? unpack_bits<2, true>(t, n, to) : unpack_bits<2>(t, n, codes);
         else if (this->bits == 3) book ? unpack_bits<3, true>(t, n, to) : unpack_bits<3>(t, n, codes);
@@ -208,7 +206,7 @@ template <class T> struct Quantized : QuantizedCache<T> {
             for (int i = 0; i < n; i++) each[i] = at + i * D + first;
             f(each);
         };
-        this->book ? rows((const float*)page) : rows((const int16_t*)page);
+        rows(page);
     }
 
 private:

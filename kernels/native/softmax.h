@@ -26,8 +26,8 @@ struct Skips {
     const int64_t* length = nullptr;  // [B], where it is not seen otherwise
 
     // the threshold of a row in log 2; above 1, blocks would be left out that weigh more than those that are not
-    float least(int64_t length) const {
-        return std::min(0.0f, std::log2((float)(scale / (double)std::max(length, shortest))));
+    float least(int64_t tokens) const {
+        return std::min(0.0f, std::log2((float)(scale / (double)std::max(tokens, shortest))));
     }
 };
 

@@ -13,7 +13,9 @@ vu halves_at(const void* p) {  // gcc 12 converts halves of the vector and joins
 vu bytes_at(const uint8_t* p) {  // gcc 12 makes 70 instructions of the conversion, one by one
     return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 }
-vu two_words(uint32_t a, uint32_t b) { return vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b}; }
+vu two_words(uint32_t a, uint32_t b) {  // gcc 12 builds a list of them on the stack, a word at a time
+    return (vu)_mm512_mask_set1_epi32(_mm512_set1_epi32((int)a), 0xff00, (int)b);
+}
 void keep(vf& x) { asm("" : "+v"(x)); }
 bool any(vi mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
 

@@ -131,7 +131,7 @@ template <> struct QueriesFor<bf16> {
 
 struct InPairs {       // lanes of two coordinates, for processors that multiply pairs
     typedef bf16 Row;  // a panel is [R / 32, PANEL, 32]
-    static constexpr int64_t MORE = 0;
+    static constexpr int64_t TOGETHER = COORDINATES, MORE = 0;
     static void pack_coordinates(const bf16* from, int64_t step, int64_t rank, bf16* to) {
         vu pairs[L];
         const void* rows[L];
