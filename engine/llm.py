@@ -21,7 +21,7 @@ from engine.conversation import Conversation
 from engine.decode import Batch, Completion, Session, make_step
 from engine.prompts import Prompts
 from engine.sampling import Sampling, noise_keys
-from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, save, state_of
+from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, ropes_of, save, state_of
 from engine.speculation import Speculating, Speculator
 from engine.stored import StoredStep, allowed, key_of, made_of
 from kernels import backend
@@ -175,7 +175,7 @@ class LLM:
             self._steps = {}
             model.setup_cache(self.layers, *size, drafts=self.speculate)
             self._ready = (model.cache, size)
-        for rope in {m.rope for m in model.cache}:
+        for rope in ropes_of(model.cache):
             rope.look_ahead(ahead)
         key, stored = sampling.graph_key, self._stored(size, sampling)
         there = stored is not None and stored.there

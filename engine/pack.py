@@ -42,12 +42,14 @@ def pack(tensors: dict[str, Tensor], cache: nn.Module, lengths: list[int], step:
             continue
         rows = [x[b, :, SINKS : max(SINKS, n - RECENT)] for b, n in enumerate(lengths)]
         basis = basis_of(dense, part, calib)
-        coded = [coordinates(dense.rope, basis, part, b, row.float()) for b, row in enumerate(rows)]
-        mean = torch.cat(coded).mean(0) if any(map(len, coded)) else x.new_zeros(len(coded[0].T), dtype=torch.float32)
-        apart = torch.cat(coded) - mean
-        largest = float(apart.abs().max()) if len(apart) else 0.0
-        unit = max(step * float(apart.square().mean().sqrt()), largest / 16383) or 1.0  # a code has 15 bits
-        codes = torch.cat([((c - mean) / unit).round().int().T.flatten() for c in coded])
+        y = torch.cat([coordinates(dense.rope, basis, part, b, row.float()) for b, row in enumerate(rows)])
+        mean, unit = y.new_zeros(y.shape[1]), 1.0
+        if len(y):
+            mean = y.mean(0)
+            y = y - mean
+            unit = max(step * float(y.square().mean().sqrt()), float(y.abs().max()) / 16383) or 1.0  # 15 bits a code
+        coded = (y / unit).round().int().split([row.shape[1] for row in rows])
+        codes = torch.cat([row.T.flatten() for row in coded])  # one coordinate of all tokens after another
         exact = torch.cat([end.flatten() for b, n in enumerate(lengths) for end in ends(x[b], n)])
         codes = codes * 2 ^ codes >> 31  # the sign last: 0, -1, 1, -2, ... are 0, 1, 2, 3
         planes = codes.short().view(torch.uint8).view(-1, 2)  # the upper bytes are nearly all 0
