@@ -80,7 +80,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     add_precision(p)
     add_calibration(p)
-    a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
+    a("--compile", action=argparse.BooleanOptionalAction,
+      help="torch.compile the decode step (default: on a GPU, or if an earlier run has compiled this one)")  # fmt: skip
     a("--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, which needs less memory")
     a("--max-seq-len", type=int, metavar="N", help="capacity of the KV cache in tokens (default: what the run needs)")
     a("--speculate", type=int, metavar="N", help="draft N tokens with the method, check them by exact attention: the "
@@ -137,11 +138,11 @@ def chat_of(opt: argparse.Namespace) -> Chat | None:
     return Chat(opt.system, variables) if opt.chat else None
 
 
-def read_prompts(opt: argparse.Namespace) -> list[str]:
+def read_prompts(opt: argparse.Namespace, ranks: parallel.Ranks) -> list[str]:
     texts = []
     for text in opt.prompt:
         try:
-            texts.append(decode_text(sys.stdin.buffer.read()) if text == "-" else text)
+            texts.append(decode_text(ranks.of_first(sys.stdin.buffer.read)) if text == "-" else text)
         except UnicodeDecodeError as e:
             raise InputError(f"standard input is not UTF-8: {e.reason} at byte {e.start}") from None
         if any(0xDC80 <= ord(c) <= 0xDCFF for c in texts[-1]):  # Python's surrogates for undecodable bytes of argv
@@ -161,6 +162,7 @@ class Report:
 
     method: str
     device: torch.device
+    processes: int = 1
     completions: list[Completion] = field(default_factory=list)
     error: InputError | None = None  # what ended the run early
 
@@ -176,6 +178,7 @@ class Report:
             **drafts_of(batches),
             kv_bytes=max((b.kv_bytes for b in batches), default=0),
             kv_bytes_full=max((b.kv_bytes_full for b in batches), default=0),
+            processes=self.processes,  # each of which holds this many bytes
             peak_memory_bytes=peak_memory(self.device),
             device=device_name(self.device),
             versions=versions(),
@@ -197,7 +200,8 @@ class Report:
             *([f"drafts:  {t['acceptance']:.0%} accepted, {t['tokens_per_check']:.2f} tokens a check"]
               if "acceptance" in t else []),
             f"KV cache ({self.method}): {t['kv_bytes'] / 2**20:,.2f} MiB, "
-            f"{t['kv_bytes'] / max(t['kv_bytes_full'], 1):.3f} of full",
+            f"{t['kv_bytes'] / max(t['kv_bytes_full'], 1):.3f} of full"
+            + (f", in each of {self.processes} processes" if self.processes > 1 else ""),
             f"peak memory: {t['peak_memory_bytes'] / 2**20:,.0f} MiB on {t['device']}",
         ))  # fmt: skip
 
@@ -228,7 +232,7 @@ def profiled(trace: str | None) -> Iterator[None]:
 
 def run_once(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
     """Answers the prompts, or the questions about them."""
-    texts = None if opt.saved else read_prompts(opt)
+    texts = None if opt.saved else read_prompts(opt, llm.model.args.ranks)
     rows = len(opt.saved.meta["lengths"]) if texts is None else len(texts)
     if texts and rows == 1 and opt.batch_size:
         texts *= opt.batch_size
@@ -267,7 +271,7 @@ def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, repor
     while True:
         if terminal:
             print("> ", end="", flush=True)
-        data = sys.stdin.buffer.readline()
+        data = llm.model.args.ranks.of_first(sys.stdin.buffer.readline)
         if not data or data.strip() == b"/exit":
             return
         try:
@@ -294,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(OSError, RuntimeError), written(listing()) as f:
             f.write_text(text + "\n")  # the next time it is printed without torch
         return 0
-    ranks, device = parallel.start(opt.device)
+    ranks, device = parallel.start(opt.device, parallel.PATIENCE if opt.interactive else parallel.TIMEOUT)
     check_count("--max-new-tokens", opt.max_new_tokens, 1, 2**31 - 1)
     if opt.batch_size is not None:
         check_count("--batch-size", opt.batch_size, 1, 1_000_000)
@@ -321,6 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     if opt.compile:
         check_compiler(device)
     check_out(opt.profile, "--profile")
+    opt.profile = None if ranks.rank else opt.profile
     check_out(opt.save_cache, "--save-cache")
     opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded
     if opt.method is None:
@@ -340,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
         llm.use(opt.method, **knobs(opt))
         if ranks.size > 1 and (opt.save_cache or opt.load_cache):
             raise InputError(f"a cache of {ranks.size} processes cannot be saved or loaded: use one process")
-    report = Report(opt.method, llm.model.device)
+    report = Report(opt.method, llm.model.device, ranks.size)
     (run_interactive if opt.interactive else run_once)(opt, llm, sampling, report)
     if opt.json:
         print(report.json(), flush=True)

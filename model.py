@@ -376,9 +376,10 @@ class Transformer(nn.Module):
             return self.make_ropes(layers, device, max_batch, max_seq_len if device.type != "meta" else 1,
                                    max_new_tokens)  # fmt: skip
 
-        if drafts and (cannot := [method_name(c) for c, _ in layers if not c.verifies]):
-            raise InputError(f"method {cannot[0]} cannot draft: it does not hold all keys and values. Add keep=full to "
-                             "store them, or draft with double_sparsity, quest, loki, sparq or hshare")  # fmt: skip
+        if drafts and (cannot := next((cls for cls, _ in layers if not cls.verifies), None)):
+            add = "Add keep=full to store them, or draft" if cannot.rewinds else "Draft"
+            raise InputError(f"method {method_name(cannot)} cannot draft: it does not hold all keys and values. {add} "
+                             "with double_sparsity, quest, loki, sparq or hshare")  # fmt: skip
         max_seq_len, new = max_seq_len + drafts, max_new_tokens and max_new_tokens + drafts
         size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
         shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]

@@ -48,10 +48,7 @@ class Text:
 def second_pass(layers: Iterable[Any], *prompt: Any) -> Sequence[Text]:
     """The texts that methods ask for by `KVMethod.second_pass`, which go through all layers. Raises InputError if
     layers ask for different ones."""
-    asked = dict[Any, Sequence[Text]]()
-    for m in layers:
-        if m.alike not in asked and (texts := m.second_pass(*prompt)):
-            asked[m.alike] = texts
+    asked = {m.alike: texts for m in layers if (texts := m.second_pass(*prompt))}
     first = next(iter(asked.values()), ())
     for texts in [*asked.values()][1:]:
         for one, other in zip_longest(first, texts):

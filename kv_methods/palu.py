@@ -5,7 +5,7 @@ those of its values: x W_down is cached, r numbers per group, before rotation. W
 whitened SVD of W keeps W V V^T, where V are the leading eigenvectors of W^T M W, the second moment of the keys less
 their bias: so the method needs no weights and projects keys and values themselves. The prompt is attended to as it is
 stored. Coordinates may be quantized: each is divided by the square root of its singular value, the other factor is
-multiplied with it, and all are turned by a Hadamard matrix. At rank 70 % in 3 bits: 67 of 512 bytes, 2 scales a group.
+multiplied with it, and all are turned by a Hadamard matrix. At rank 70 % in 3 bits: 68 of 512 bytes, 2 scales a group.
 """
 
 from __future__ import annotations

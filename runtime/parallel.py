@@ -89,6 +89,10 @@ class Ranks:
         dist.all_gather_object(every, thing)
         return every
 
+    def of_first(self, read: Callable[[], Found]) -> Found | Any:
+        """What the first rank reads, on every rank: all share one standard input."""
+        return self.all(None if self.rank else read())[0]
+
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
         """If a rank fails within, every rank ends, and rank 0 prints one line that says which rank failed and why."""

@@ -69,8 +69,21 @@ def test_answers_end_at_a_stop_string(full):
     (said,) = full.generate_until([request("generate_until", "import os\nimport", asked)], disable_tqdm=True)
     whole = LLM(TINY).generate("import os\nimport", 12)[0].text
     assert said == whole.split("\n")[0] and "\n" not in said
-    with pytest.raises(InputError, match="greedily"):
-        full.generate_until([request("generate_until", "a", dict(temperature=1.0))], disable_tqdm=True)
+    for asked in (dict(temperature=1.0), dict(num_beams=4)):
+        with pytest.raises(InputError, match="greedily"):
+            full.generate_until([request("generate_until", "a", asked)], disable_tqdm=True)
+
+
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_a_limit_has_any_of_lm_evals_names(full, name):
+    (said,) = full.generate_until([request("generate_until", "import os\nimport", {name: 3})], disable_tqdm=True)
+    assert said == LLM(TINY).generate("import os\nimport", 3)[0].text
+
+
+@pytest.mark.parametrize("more", [dict(max_length="x"), dict(max_length=1), dict(max_gen_toks=0), dict(batch_size=-3)])
+def test_a_number_that_is_none_is_refused(more):
+    with pytest.raises(InputError, match=f"{min(more)}=.* is no whole number of at least"):
+        lm_eval_adapter.KVFast(str(TINY), **more)
 
 
 def test_a_local_task_by_the_command(tmp_path, monkeypatch, capsys):
@@ -87,7 +100,10 @@ def test_a_local_task_by_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = f"checkpoint={TINY},method=kivi,bits=4"
     argv = ("--model", "kvfast", "--model_args", model, "--include_path", str(tmp_path), "--tasks", "mine",
-            "--batch_size", "2", "--device", "cpu", "--json")  # fmt: skip
+            "--batch_size", "2", "--json")  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["lm_eval_adapter", *argv])
     lm_eval_adapter.main()
     assert json.loads(capsys.readouterr().out)["mine"]["acc,none"] == 1.0
+    monkeypatch.setattr(sys, "argv", ["lm_eval_adapter", *argv[:3], f"{model},device=cpu", *argv[4:]])
+    with pytest.raises(InputError, match="give --device"):
+        lm_eval_adapter.main()

@@ -39,8 +39,8 @@ def torchrun(n, *argv):
     """n processes; 1: without torchrun."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, *start, *argv], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)  # fmt: skip
+    return subprocess.Popen([sys.executable, *start, *argv], cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
 def run(n, job, agents=1):
@@ -191,11 +191,16 @@ def test_bad_input_is_said_once(argv, n, said):
 
 
 @pytest.mark.slow
-def test_only_the_first_process_prints():
-    out, err = torchrun(2, "generate.py", "--prompt", "import os\n", "--max-new-tokens", "4").communicate(timeout=120)
-    alone = subprocess.run([sys.executable, "generate.py", "--prompt", "import os\n", "--max-new-tokens", "4"],
-                           cwd=ROOT, capture_output=True, text=True)  # fmt: skip
-    assert out == alone.stdout and err.count("KV cache (full)") == 1, err[-1500:]
+@pytest.mark.parametrize("argv, given", [
+    (["--prompt", "import os\n"], None), (["--prompt", "-"], "import os\n"), (["--interactive"], "import os\nif x:\n"),
+])  # fmt: skip
+def test_only_the_first_process_reads_and_prints(tmp_path, argv, given):
+    argv = ["generate.py", *argv, "--max-new-tokens", "4"]
+    trace = [] if given else ["--profile", str(tmp_path / "trace.json")]
+    out, err = torchrun(2, *argv, *trace).communicate(given, timeout=120)
+    assert out == torchrun(1, *argv).communicate(given, timeout=120)[0], err[-1500:]
+    assert err.count("KV cache (full)") == 1 and "in each of 2 processes" in err, err[-1500:]
+    assert [f.name for f in tmp_path.iterdir()] == ["trace.json"] * len(trace[1:])
 
 
 @pytest.mark.slow

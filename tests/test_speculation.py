@@ -217,7 +217,14 @@ def test_a_kept_store_is_held_beside_the_method():
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (["--method", "snapkv", "--speculate", "4"], "snapkv cannot draft: it does not hold all keys and values. Add"),
+        (
+            ["--method", "snapkv", "--speculate", "4"],
+            "snapkv cannot draft: it does not hold all keys and values. Draft",
+        ),
+        (
+            ["--method", "sals", "--speculate", "4"],
+            "sals cannot draft: it does not hold all keys and values. Add keep=full",
+        ),
         (["--method", "snapkv,keep=full"], "appended tokens cannot be taken back"),
         (["--method", "quest,keep=half"], "method quest has no knob 'keep'"),
         (["--speculate", "0"], "--speculate"),

@@ -217,7 +217,8 @@ def parser() -> Parser:
       help="transformers, bridge:METHOD, gpt-fast:PATH of a checkout, llama.cpp:PATH of its llama-bench "
       "(scripts/bench/llama_cpp.py says how to build it)")  # fmt: skip
     a("--speculate", nargs="+", type=int, default=[], metavar="N", help="also run N drafts by each method and a check")
-    a("--acceptance", nargs="+", type=float, default=[0.8], metavar="A", help="enforced chance that a draft is right")
+    a("--acceptance", nargs="+", type=float, metavar="A",
+      help="with --speculate, the enforced chance that a draft is right (default: 0.8)")  # fmt: skip
     a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
     add_precision(p)
     add_calibration(p)
@@ -232,6 +233,9 @@ def parse_args() -> argparse.Namespace:
         raise InputError(f"--warm-up {opt.warm_up} is below 0")
     if opt.new < 2:
         raise InputError(f"--new {opt.new} is below 2: steps are timed after the first token; give 2 or more")
+    if opt.acceptance and not opt.speculate:
+        raise InputError("--acceptance is the chance that a draft is right: add --speculate N")
+    opt.acceptance = opt.acceptance or [0.8]
     if min(opt.speculate, default=1) < 1 or not all(0 <= a <= 1 for a in opt.acceptance):
         raise InputError("--speculate takes numbers of drafts of at least 1, --acceptance shares from 0 to 1")
     WeightFormat.parse(opt.weights, opt.head)
@@ -342,7 +346,7 @@ def run_all(model: Transformer, opt: argparse.Namespace, data: dict[str, Any], b
     runs = sum(len(group) for _, group in todo)
     progress.total += runs * (1 + opt.warm_up + opt.rounds)
     for work, group in todo:
-        if opt.time_limit and time.monotonic() - begin > opt.time_limit:
+        if opt.time_limit is not None and time.monotonic() - begin > opt.time_limit:
             data["stopped"] = f"the time limit of {opt.time_limit:g} s"
             break
         torch._dynamo.reset()

@@ -70,4 +70,7 @@ def main(setup: dict) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        print("error: bench_generate --peer gpt-fast:PATH starts this file", file=sys.stderr)
+        sys.exit(2)
     main(json.loads(sys.argv[1]))

@@ -7,17 +7,19 @@ generated tokens come through decode.
         --include_path FOLDER --tasks mine --batch_size 8 --json
 
 It takes the flags of `lm_eval`. Importing this module registers the model kvfast (with lm_eval's Python API: import
-scripts.eval.lm_eval_adapter). --model_args may have checkpoint, or transformers for a model that transformers runs,
-method, device, dtype, kv_dtype, weights, head, calibration and max_length; anything else is a knob of the method.
---json prints the results as one object. lm-eval puts context and question into one prompt, so the question is known
-when the prompt is compressed. (A cache for lm-eval's own model hf would change little: it reads the scored tokens with
-their context in one pass, without a cache.)
+scripts.eval.lm_eval_adapter).
+--model_args may have checkpoint, or transformers for a model that transformers runs, method, dtype, kv_dtype, weights,
+head, calibration, max_length and the other arguments of `LLM`; anything else is a knob of the method. lm-eval splits
+them at commas, so that a method by layers can only be given in Python. --json prints the results as one object. lm-eval
+puts context and question into one prompt, so the question is known when the prompt is compressed. (A cache for
+lm-eval's own model hf would change little: it reads the scored tokens with their context in one pass, without a cache.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +31,7 @@ from tqdm import tqdm
 from engine import LLM
 from engine.decode import pad
 from engine.snapshot import Snapshot
-from runtime.errors import InputError, check_range, run_cli
+from runtime.errors import InputError, run_cli
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -38,6 +40,16 @@ try:
 except ImportError:  # an optional package: the command says how to install it
     TemplateLM = object  # type: ignore[assignment,misc]
     register_model = lambda *names: lambda cls: cls  # type: ignore[assignment]  # noqa: E731
+
+
+MOST_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names, in its order
+
+
+def count(name: str, value: Any, least: int) -> int:
+    """A whole number, given as one or as text. Raises InputError."""
+    if not re.fullmatch(r"\d+", str(value)) or int(value) < least:
+        raise InputError(f"{name}={value} is no whole number of at least {least}")
+    return int(value)
 
 
 @register_model("kvfast")
@@ -56,10 +68,11 @@ class KVFast(TemplateLM):
             raise InputError("--model_args needs checkpoint=FOLDER_OR_GGUF, or transformers=NAME_OR_FOLDER")
         self.llm = LLM(checkpoint or transformers, method, transformers=bool(transformers), **more)
         self.tk, self.model = self.llm.tokenizer, self.llm.model
-        self.rows = int(batch_size) if str(batch_size).isdigit() else 1  # "auto" is one
-        check_range("batch_size", self.rows, 1, 4096)
-        self.max_length = min(int(max_length or self.model.args.context), self.model.args.context)
-        self.max_gen_toks, self.name, self.chat = int(max_gen_toks), str(checkpoint or transformers), False
+        self.rows = 1 if str(batch_size).startswith("auto") else count("batch_size", batch_size, 1)
+        context = self.model.args.context
+        self.max_length = context if max_length is None else min(count("max_length", max_length, 2), context)
+        self.max_gen_toks = count("max_gen_toks", max_gen_toks, 1)
+        self.name, self.chat = str(checkpoint or transformers), False
 
     # ---- tokens ----
 
@@ -169,10 +182,11 @@ class KVFast(TemplateLM):
         bar = tqdm(total=len(requests), desc="answers", disable=disable_tqdm)
         for same in by_kind.values():
             asked = requests[same[0]].args[1]
-            until, new = asked.get("until") or [], int(asked.get("max_gen_toks", self.max_gen_toks))
-            if asked.get("do_sample") or asked.get("temperature"):
-                raise InputError("kvfast decodes greedily: leave do_sample and temperature out of the task's "
-                                 "generation_kwargs, or set them to false and 0")  # fmt: skip
+            until = asked.get("until") or []
+            new = int(next((asked[name] for name in MOST_NEW if name in asked), self.max_gen_toks))
+            if asked.get("do_sample") or asked.get("temperature") or asked.get("num_beams", 1) != 1:
+                raise InputError("kvfast decodes greedily: leave do_sample, temperature and num_beams out of the "
+                                 "task's generation_kwargs, or set them to false, 0 and 1")  # fmt: skip
             if not 1 <= new < self.max_length:
                 raise InputError(f"max_gen_toks {new} leaves no token of {self.max_length} for a prompt: give 1 to "
                                  f"{self.max_length - 1}, or a larger max_length")  # fmt: skip
@@ -197,6 +211,10 @@ def main() -> None:
             print(__doc__)
             return
         raise InputError("lm-eval is not installed: pip install lm-eval, or leave this command out")
+    if any(re.search(r"(^|,|=)device=", a) for a in sys.argv[1:]):
+        raise InputError("--model_args cannot have device, which lm-eval passes itself: give --device")
+    if "--model" in sys.argv and not any(a.startswith("--device") for a in sys.argv):  # lm-eval's default is cuda:0
+        sys.argv += ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
     import lm_eval
     from lm_eval.__main__ import cli_evaluate
 

@@ -10,7 +10,7 @@ comes through decode, teacher-forced.
 spaced in it, and the last --decoded tokens of each are predicted. The results, in total and by distance from the
 prompt, are perplexity, the mean Kullback-Leibler divergence of the method's distribution from full's (nats), and how
 often both have the same most likely token. --recall N adds the share of full's attention mass on the tokens that the
-method attends to, by layer, at N steps of every window.
+method attends to, by layer, between N equal parts of every window's decoded tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parser() -> Parser:
     a("--decoded", type=int, default=256, help="how many of them, at the end, are predicted")
     a("--windows", type=int, default=4, help="the most windows; a short text has fewer")
     a("--batch-size", type=int, default=4, help="windows at a time")
-    a("--recall", type=int, default=0, metavar="N", help="steps of a window whose attention is recorded")
+    a("--recall", type=int, default=0, metavar="N", help="record attention between N equal parts of the decoded tokens")
     add_flags(p, questions=False)
     return p
 
@@ -59,6 +59,8 @@ def parse_args() -> argparse.Namespace:
     check_range("--decoded", opt.decoded, 1, opt.lengths[0] - 1, "the tokens before them are the context")
     check_range("--windows", min(opt.windows, opt.batch_size), 1, 10**6)
     check_range("--recall", opt.recall, 0, opt.decoded)
+    if opt.recall == 1:
+        raise InputError("--recall 1 has no step between its parts: give 2 or more")
     opt.method = checked(["full", *opt.method], layers_of(opt), True)
     return opt
 

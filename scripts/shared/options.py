@@ -172,6 +172,8 @@ def check_run(opt: argparse.Namespace) -> None:
         opt.size = [(int(b), int(n)) for b, n in (text.split("x") for text in opt.size)]
     if min(opt.rounds, *(n for size in opt.size for n in size)) < 1:
         raise InputError("--batch, --length, --size and --rounds must be at least 1")
+    if opt.time_limit is not None and opt.time_limit <= 0:
+        raise InputError(f"--time-limit {opt.time_limit:g} leaves no time: give seconds above 0, or leave it out")
     check_out_of(opt)
 
 
