@@ -10,8 +10,8 @@
     python calibrate.py --checkpoint CKPT --import-channels F     # Double Sparsity's published channel lists (JSON)
     torchrun --nproc-per-node 8 calibrate.py --checkpoint CKPT    # one sequence per process at a time: the same file
 
-A method's file declares its statistics (cache/statistic.py). Without --method, the statistics of all methods are
-measured, also of methods in the folders that KV_FAST_METHODS names. Ctrl-C ends the run within seconds and keeps the
+A method's file declares its statistics (cache/statistic.py). Without --method, those are measured that methods need at
+their defaults, also methods in the folders that KV_FAST_METHODS names. Ctrl-C ends the run within seconds and keeps the
 sums so far in .partial files; the same command continues from them and gives the same result, bit for bit. The result
 replaces an older file only when it is complete.
 """

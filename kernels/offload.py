@@ -1,4 +1,4 @@
-"""Moving tokens from host memory to the device while the device computes, and measuring how well they were predicted.
+"""Moving tokens from host memory to the device while the device computes.
 
 On a GPU the host's K and V are pinned and mapped: under unified addressing the device reads and writes them at the same
 address, over the bus. `host_buffer` hands them out as device tensors, so that a prompt is stored with plain copies, a

@@ -56,7 +56,7 @@ def timed(**fields):
     rows += [
         common | dict(method=m, run=m, tokens_per_s=20.0, times_full=2.0) for m in f"{PAPERS} skip_softmax".split()
     ]
-    peers = [{k: v for k, v in common.items() if k != "mode"} | dict(run=p, tokens_per_s=5.0) for p in
+    peers = [{k: v for k, v in common.items() if k != "mode"} | dict(run=p, tokens_per_s=5.0, times_full=0.5) for p in
              ("llama.cpp Q4_0", "transformers dynamic")]  # fmt: skip
     return RUN | dict(rows=rows + peers)
 

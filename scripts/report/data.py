@@ -50,8 +50,8 @@ def rows_of(question: str, gpu: bool = False) -> Iterator[Row]:
 
 def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
     """Setting and tokens -> its row, with the samples of all parts, where they are as many as full's and a task counts;
-    and the cells of ladders, whose `spec` is their setting's name here: the budgets of parts may be some tokens apart,
-    as their longest samples are."""
+    and the cells of ladders, whose `spec` is their setting's name here: the budgets of commands may be some tokens
+    apart, as their longest samples are."""
     rows: dict[tuple[str, int], Row] = {}
     cells: dict[tuple[str, str, str, int], Row] = {}
     for run in newest(question)[1]:
@@ -127,8 +127,10 @@ def windows(tokens: int) -> dict[str, Row]:
     """Setting -> its bytes and, of all texts together, the sums of each window (scripts/eval/perplexity.py)."""
     out: dict[str, Row] = {}
     for row in (r for r in rows_of("distances") if r["seq_len"] == tokens):
-        here = out.setdefault(row["method"], row | dict(windows={k: [] for k in row["windows"]}, recalls=[]))
+        here = out.setdefault(row["method"], row | dict(windows={k: [] for k in row["windows"]}, recalls=[], reads=[]))
         here["recalls"] = [*here["recalls"], row["recall"]]
+        here["reads"] = [*here["reads"], row["read_share"]]
+        here["read_share"] = mean(here["reads"])
         here["windows"] = {k: [*here["windows"][k], *v] for k, v in row["windows"].items()}
     return out
 

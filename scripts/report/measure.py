@@ -109,8 +109,8 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
         attention=[f"{STEP} --size 1x8192 1x32768 --method {filled} sals-12.5,budget=512 self_index-7.5",
                    f"{STEP} --size 8x8192 8x32768 --method full {PAPERS} snapkv quest hshare hadamard kivi-4"],
         # at 4K what generate.py does by itself: eager at first, compiled from the second run on
-        speed=[*(f"{DECODE} {MODEL} --batch 1 --length 4000 --new 48 --rounds 5 --mode {mode} --method {timed}"
-                 for mode in ("eager", "compiled")),
+        speed=[*(f"{DECODE} {MODEL} --batch 1 --length 4000 --new 48 --rounds 5 --mode {mode} --method {timed} "
+                 "0-1:full,2-28:sals-25,29:full" for mode in ("eager", "compiled")),
                f"{SHAPES}{peer} --weights int4 --mode compiled --size 1x8192 --new 32 --rounds 3 --method {filled}",
                f"{SHAPES}{peer} --weights int4 --mode compiled --size 1x32768 --new 32 --rounds 3 --method full "
                "self_index double_sparsity sals-12.5 sals-12.5,budget=512 razor snapkv quest",

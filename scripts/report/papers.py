@@ -39,7 +39,7 @@ ACCURACY = [
      "python -m scripts.eval.perplexity --checkpoint Llama-2-7b --text wiki.test.txt --method full double_sparsity"),
     ("razor,window=128", "RazorAttention, Table 5", "RULER 16K, Llama-3.1-8B", 92.15, 92.07,
      f"{KNOWN} --checkpoint Llama-3.1-8B-Instruct --lengths 16384 --tasks {NIAH},niah_single_3,niah_multikey_2,"
-     "niah_multikey_3,niah_multivalue,niah_multiquery,vt,cwe,fwe,qa_1,qa_2 --method full razor"),
+     "niah_multikey_3,niah_multivalue,niah_multiquery,vt,cwe,fwe,qa_1,qa_2 --method full razor-ruler"),
     ("self_index", "Self-Indexing KVCache, Table 2", "RULER 32K, Llama-3.1-8B, 7.5 % of the tokens", 89.2, 90.8,
      f"{KNOWN} --checkpoint Llama-3.1-8B-Instruct --lengths 32768 --tasks {NIAH},niah_single_3,niah_multikey_2,"
      "niah_multikey_3,niah_multivalue,niah_multiquery,vt,cwe,fwe,qa_1,qa_2 --method full self_index-7.5 "

@@ -152,7 +152,8 @@ def speed(page: str, gpu: bool = False) -> str:
     full = {sizes(r): r["tokens_per_s"] for r in timed if r.get("method") == "full"}
     for r in timed:
         ratio = r.get("method") != "full" and sizes(r) in full
-        text = f"{r['tokens_per_s'] / full[sizes(r)]:.2f}x" if ratio else f"{rate(r['tokens_per_s'])}/s"
+        times = r.get("times_full", r["tokens_per_s"] / full[sizes(r)]) if ratio else 1.0
+        text = f"{times:.2f}x" if ratio else f"{rate(r['tokens_per_s'])}/s"
         entry(lines, r, ", ".join(sizes(r)), f"{text} ({percent(r['spread'])})", "generate", gpu)
     for r in data.rows_of("attention", gpu):
         if "times_dense" in r:

@@ -8,7 +8,8 @@ Both sides have the same weights and prompts, compute in fp32, and keep the same
 the shortest prompt. Our side leaves a quantized file packed, which rounds products; --weights fp32 unpacks it. A pair
 compares both sides at their defaults ("default"), or our settings made equal to theirs ("alike"), if need be theirs to
 ours, as its note says; then only rounding among nearly equal scores can make a difference. kvpress compresses the
-context once; our h2o and tova also evict while the question and the answer are decoded.
+context once; our streaming, h2o, tova, keydiff, knorm and qfilters also evict while the question and the answer are
+decoded.
 
 Presses do not change what a prompt's tokens attend to, so one prefill serves all of them, as it does for ours. Presses
 that mark tokens instead of dropping them share a second one, and KVzipPress reads every prompt twice. kvpress needs an
