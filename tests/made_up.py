@@ -53,9 +53,8 @@ def timed(**fields):
     """full, and others that are twice as fast."""
     common = dict(batch=1, length=4000, mode="compiled", spread=0.02, tokens_per_s=10.0, times_full=1.0) | fields
     rows = [common | dict(method="full", run="full", times_llama_cpp=2.0)]
-    rows += [
-        common | dict(method=m, run=m, tokens_per_s=20.0, times_full=2.0) for m in f"{PAPERS} skip_softmax".split()
-    ]
+    others = f"{PAPERS} skip_softmax kivi-4 hadamard turboquant fp8 0-1:full,2-28:sals-25,29:full"
+    rows += [common | dict(method=m, run=m, tokens_per_s=20.0, times_full=2.0) for m in others.split()]
     peers = [{k: v for k, v in common.items() if k != "mode"} | dict(run=p, tokens_per_s=5.0, times_full=0.5) for p in
              ("llama.cpp Q4_0", "transformers dynamic")]  # fmt: skip
     return RUN | dict(rows=rows + peers)
