@@ -80,9 +80,13 @@ def test_a_limit_has_any_of_lm_evals_names(full, name):
     assert said == LLM(TINY).generate("import os\nimport", 3)[0].text
 
 
-@pytest.mark.parametrize("more", [dict(max_length="x"), dict(max_length=1), dict(max_gen_toks=0), dict(batch_size=-3)])
-def test_a_number_that_is_none_is_refused(more):
-    with pytest.raises(InputError, match=f"{min(more)}=.* is no whole number of at least"):
+@pytest.mark.parametrize("more, said", [
+    (dict(max_length="x"), "max_length is 'x', a str: give a whole number, 2 or more"),
+    (dict(max_length=1), "max_length 1 is below 2"), (dict(max_gen_toks=0), "max_gen_toks 0 is below 1"),
+    (dict(batch_size=-3), "batch_size -3 is below 1"), (dict(batch_size="4097"), "batch_size 4097 is above 4096"),
+])  # fmt: skip
+def test_a_number_that_is_none_is_refused(more, said):
+    with pytest.raises(InputError, match=said):
         lm_eval_adapter.KVFast(str(TINY), **more)
 
 

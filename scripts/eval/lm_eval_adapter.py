@@ -7,12 +7,12 @@ generated tokens come through decode.
         --include_path FOLDER --tasks mine --batch_size 8 --json
 
 It takes the flags of `lm_eval`. Importing this module registers the model kvfast (with lm_eval's Python API: import
-scripts.eval.lm_eval_adapter).
---model_args may have checkpoint, or transformers for a model that transformers runs, method, dtype, kv_dtype, weights,
-head, calibration, max_length and the other arguments of `LLM`; anything else is a knob of the method. lm-eval splits
-them at commas, so that a method by layers can only be given in Python. --json prints the results as one object. lm-eval
-puts context and question into one prompt, so the question is known when the prompt is compressed. (A cache for
-lm-eval's own model hf would change little: it reads the scored tokens with their context in one pass, without a cache.)
+scripts.eval.lm_eval_adapter). --model_args may have checkpoint, or transformers for a model that transformers runs,
+method, dtype, kv_dtype, weights, head, calibration, max_length and the other arguments of `LLM`; anything else is a
+knob of the method. lm-eval splits them at commas, so that a method by layers can only be given in Python. --json prints
+the results as one object. lm-eval puts context and question into one prompt, so the question is known when the prompt
+is compressed. (A cache for lm-eval's own model hf would change little: it reads the scored tokens with their context in
+one pass, without a cache.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tqdm import tqdm
 from engine import LLM
 from engine.decode import pad
 from engine.snapshot import Snapshot
-from runtime.errors import InputError, run_cli
+from runtime.errors import InputError, check_count, run_cli
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -45,11 +45,11 @@ except ImportError:  # an optional package: the command says how to install it
 MOST_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names, in its order
 
 
-def count(name: str, value: Any, least: int) -> int:
+def whole(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
     """A whole number, given as one or as text. Raises InputError."""
-    if not re.fullmatch(r"\d+", str(value)) or int(value) < least:
-        raise InputError(f"{name}={value} is no whole number of at least {least}")
-    return int(value)
+    number = int(value) if re.fullmatch(r"-?\d+", str(value)) else value
+    check_count(name, number, low, high)
+    return number
 
 
 @register_model("kvfast")
@@ -68,10 +68,10 @@ class KVFast(TemplateLM):
             raise InputError("--model_args needs checkpoint=FOLDER_OR_GGUF, or transformers=NAME_OR_FOLDER")
         self.llm = LLM(checkpoint or transformers, method, transformers=bool(transformers), **more)
         self.tk, self.model = self.llm.tokenizer, self.llm.model
-        self.rows = 1 if str(batch_size).startswith("auto") else count("batch_size", batch_size, 1)
+        self.rows = 1 if str(batch_size).startswith("auto") else whole("batch_size", batch_size, 1, 4096)
         context = self.model.args.context
-        self.max_length = context if max_length is None else min(count("max_length", max_length, 2), context)
-        self.max_gen_toks = count("max_gen_toks", max_gen_toks, 1)
+        self.max_length = context if max_length is None else min(whole("max_length", max_length, 2), context)
+        self.max_gen_toks = whole("max_gen_toks", max_gen_toks, 1)
         self.name, self.chat = str(checkpoint or transformers), False
 
     # ---- tokens ----
@@ -183,8 +183,9 @@ class KVFast(TemplateLM):
         for same in by_kind.values():
             asked = requests[same[0]].args[1]
             until = asked.get("until") or []
-            new = int(next((asked[name] for name in MOST_NEW if name in asked), self.max_gen_toks))
-            if asked.get("do_sample") or asked.get("temperature") or asked.get("num_beams", 1) != 1:
+            given = (asked[name] for name in MOST_NEW if name in asked)
+            new = whole("max_gen_toks", next(given, self.max_gen_toks), 0)
+            if asked.get("do_sample") or asked.get("temperature") or (asked.get("num_beams") or 1) != 1:
                 raise InputError("kvfast decodes greedily: leave do_sample, temperature and num_beams out of the "
                                  "task's generation_kwargs, or set them to false, 0 and 1")  # fmt: skip
             if not 1 <= new < self.max_length:
