@@ -112,6 +112,12 @@ def test_words_change_no_result_and_triton_none_of_a_cpu(now, cpu, gpu):
     assert (results.code(now, True) != results.code(BEFORE, True)) == gpu
 
 
+def test_comments_of_cpp_change_no_result():
+    before = 'f("https://a", x);  // why\n// and how\ng(y);\n'
+    assert results.cpp_code(before) == 'f("https://a", x);\ng(y);\n'
+    assert results.cpp_code(before.replace("g(y)", "g(z)")) != results.cpp_code(before)
+
+
 def test_changed_names_the_files_of_the_hot_path(monkeypatch, tmp_path):
     def git(*args):
         if args[0] == "diff":

@@ -20,7 +20,7 @@ template <int BITS> void codes_of_step(const uint8_t* row, int D, int s, Sixteen
     }
 }
 
-// What codes of a step stand for, in fp32; without a book, codes stay integers of 16 bits until they are multiplied
+// What codes of a step stand for, in fp32; without a book, the codes themselves
 struct InFloats {
     typedef float Row;
     static constexpr float unit = 1;  // of what is unpacked
@@ -191,7 +191,7 @@ template <class T> struct Quantized : QuantizedCache<T> {
         for (int i = 0; i < groups * N; i += L) split_pairs(load_as<vu>(pairs + i), scale + i, zero + i);
     }
 
-    void unpack(int64_t t, int n, Row* to) const {  // n tokens from t on; without a book integers of 16 bits
+    void unpack(int64_t t, int n, Row* to) const {  // n tokens from t on
         Row* codes = to;
         const bool book = this->book;
         if (this->bits == 2) book ? unpack_bits<2, true>(t, n, to) : unpack_bits<2>(t, n, codes);

@@ -62,6 +62,11 @@ HOT = {
 }
 
 
+def cpp_code(text: str) -> str:
+    """A C++ file without its comments."""
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|\s*//.*', lambda m: m[0] if m[0][0] == '"' else "", text)
+
+
 def code(text: str, gpu: bool) -> str:
     """What runs of a Python file: not its comments and docstrings and, on a CPU, not what Triton compiles."""
 
@@ -92,11 +97,10 @@ def changed(since: str, command: str, gpu: bool = False, until: str | None = Non
         return [f"files since commit {since}, which is not in this clone"]
 
     def differs(name: str) -> bool:
-        if not name.endswith(".py"):
-            return True
+        runs = functools.partial(code, gpu=gpu) if name.endswith(".py") else cpp_code
         try:
             now = git("show", f"{until}:{name}") if until else (ROOT / name).read_text()
-            return code(git("show", f"{since}:{name}"), gpu) != code(now, gpu)
+            return runs(git("show", f"{since}:{name}")) != runs(now.strip())
         except (OSError, subprocess.CalledProcessError, SyntaxError):  # one of them has no such file
             return True
 
