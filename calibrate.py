@@ -212,10 +212,13 @@ class Pass:
     """
 
     def __init__(self, name: str, sequences: Tensor, statistics: Iterable[Statistic], path: Path, settings: dict):
-        self.name, self.sequences, self.path = name, sequences, path
+        self.name, self.sequences = name, sequences
         self.sums, self.done, self.layer = Sums(statistics), 0, 0
         self.x: Tensor | None = None
         self.settings = settings | dict(statistics=sources(self.sums.statistics))
+        # a file for each: other settings must not end what these have begun
+        key = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
+        self.path = path.with_name(f"{path.name}.{key}.partial.safetensors")
 
     def load(self, device: torch.device | str = "cpu") -> None:
         """Takes the sums of a partial file of these settings; starts from nothing if it cannot be read whole."""
@@ -407,8 +410,8 @@ def main() -> None:
 
 
 def partial(out: Path, name: str) -> Path:
-    """The file that keeps an unfinished pass."""
-    return out.with_name(f"{out.name.removesuffix('.safetensors')}.{name}.partial.safetensors")
+    """The beginning of the name of the file that keeps an unfinished pass."""
+    return out.with_name(f"{out.name.removesuffix('.safetensors')}.{name}")
 
 
 def check_place(out: Path, source: Path, args: ModelArgs) -> None:

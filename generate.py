@@ -170,6 +170,7 @@ class Report:
         batches = list({id(c.batch): c.batch for c in self.completions}.values())
         decoded, decode_s = sum(b.steps * len(b.tokens) for b in batches), sum(b.decode_s for b in batches)
         return dict(
+            prefill_tokens=sum(b.read for b in batches),
             prefill_s=sum(b.prefill_s for b in batches),
             decode_tokens=decoded,
             decode_s=decode_s,
@@ -191,10 +192,11 @@ class Report:
         return json.dumps(said | ({"error": str(self.error)} if self.error else {}) | self.totals())
 
     def summary(self) -> str:
-        t, prompt = self.totals(), sum(c.prompt_tokens for c in self.completions)
+        t = self.totals()
         compiled = f" (compilation of {t['compile_s']:.1f} s not counted)" if t["compile_s"] else ""
         return "\n".join((
-            f"prefill: {prompt} tokens in {t['prefill_s']:.3f} s, {prompt / max(t['prefill_s'], 1e-9):,.0f} tokens/s",
+            f"prefill: {t['prefill_tokens']} tokens in {t['prefill_s']:.3f} s, "
+            f"{t['prefill_tokens'] / max(t['prefill_s'], 1e-9):,.0f} tokens/s",
             f"decode:  {t['decode_tokens']} tokens in {t['decode_s']:.3f} s, {t['decode_tokens_per_s']:,.1f} tokens/s"
             + compiled,
             *([f"drafts:  {t['acceptance']:.0%} accepted, {t['tokens_per_check']:.2f} tokens a check"]
@@ -310,6 +312,8 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError(
             "--interactive reads its turns from standard input: drop --prompt, --question, --batch-size, --random-init"
         )
+    if sys.stdin is None and (opt.interactive or "-" in opt.prompt):
+        raise InputError("standard input is closed: give --prompt TEXT or --prompt-file F")
     if opt.interactive and opt.profile:
         raise InputError("--profile writes a trace of one run: drop --interactive")
     if opt.adaptive and opt.speculate is None:
@@ -328,11 +332,12 @@ def main(argv: list[str] | None = None) -> int:
     opt.profile = None if ranks.rank else opt.profile
     check_out(opt.save_cache, "--save-cache")
     opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded
+    named: dict[str, str] = {}  # knobs of a saved cache
     if opt.method is None:
         if opt.saved and (given := knobs(opt)):
             raise InputError(f"--load-cache takes the method and the knobs that its file names: drop {min(given)}, or "
                              "give --method, too")  # fmt: skip
-        opt.method = str(opt.saved.meta["method"]) if opt.saved else "full"
+        opt.method, named = opt.saved.given if opt.saved else ("full", {})
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
     stop_strings(opt.stop)
     opt.chat = chat_of(opt)
@@ -342,18 +347,24 @@ def main(argv: list[str] | None = None) -> int:
                   kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len,
                   prefill_chunk=opt.prefill_chunk, ranks=ranks, speculate=opt.speculate,
                   adaptive=opt.adaptive)  # fmt: skip
-        llm.use(opt.method, **knobs(opt))
+        llm.use(opt.method, **(named or knobs(opt)))
         if ranks.size > 1 and (opt.save_cache or opt.load_cache):
             raise InputError(f"a cache of {ranks.size} processes cannot be saved or loaded: use one process")
     report = Report(opt.method, llm.model.device, ranks.size)
-    (run_interactive if opt.interactive else run_once)(opt, llm, sampling, report)
+    stopped = False
+    try:
+        (run_interactive if opt.interactive else run_once)(opt, llm, sampling, report)
+    except KeyboardInterrupt:
+        if not opt.json or not report.completions:
+            raise
+        stopped = True
     if opt.json:
         print(report.json(), flush=True)
     elif not report.error:
         print(report.summary(), file=sys.stderr)
     if report.error:
         raise report.error
-    if not opt.interactive and any(c.batch.interrupted for c in report.completions):
+    if stopped or not opt.interactive and any(c.batch.interrupted for c in report.completions):
         raise KeyboardInterrupt
     return 0
 

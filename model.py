@@ -31,6 +31,7 @@ from kernels.backend import version_for
 from kernels.dense_attention import prefill_attention
 from kernels.layer import Matrix, finish_layer, has_few_rows, project_heads
 from kernels.linear import serves_dense
+from kernels.native import VECTOR
 from kernels.rope import Rope, RopeArgs, apply_rope, grow
 from runtime.errors import InputError
 from runtime.machine import require_memory
@@ -258,7 +259,8 @@ class Block(nn.Module):
         """The operands of `two_calls`, if x is for them."""
         a, f = self.attention, self.feed_forward
         linears: Any = (a.wqkv, a.wo, f.w13, f.w2)
-        if not has_few_rows(x, a.head_dim) or any(type(linear) is Joined for linear in linears):
+        whole = all(n % VECTOR == 0 for n in (a.head_dim, x.shape[-1], linears[3].in_features))
+        if not whole or not has_few_rows(x) or any(type(linear) is Joined for linear in linears):
             return None
         matrices = [linear.matrix for linear in linears]
         return matrices if all(w.bits or serves_dense(x, w.weight) for w in matrices) else None

@@ -457,6 +457,10 @@ class KVMethod(Storage):
     def maintain(self, step: int) -> None:
         """Called between steps, outside the graph, when `step` tokens have been decoded since the prompt."""
 
+    def room(self) -> int:
+        """The most tokens that may be decoded behind a prompt; `maintain` refuses more."""
+        return self.shape.max_decoded
+
     def reset(self) -> None:
         """Empty the cache and keep its buffers. Often there is nothing to do, as unwritten slots are never read."""
         if self.notes_reads:

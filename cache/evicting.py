@@ -57,8 +57,16 @@ class Evicting(KVMethod):
 
         def __post_init__(self):
             check_budget(self.budget)
-            if isinstance(self.budget, int) and self.budget < self.recent:
-                raise InputError(f"the budget of {self.budget} tokens is smaller than its {self.recent} recent ones")
+            if isinstance(self.budget, int) and self.budget < self.forced:
+                sinks = f"{self.forced - self.recent} sinks and " if self.forced > self.recent else ""
+                raise InputError(
+                    f"the budget of {self.budget} tokens is smaller than its {sinks}{self.recent} recent ones"
+                )
+
+        @property
+        def forced(self) -> int:
+            """Tokens that stay whatever their scores: the recent ones, and sinks if the method has them."""
+            return self.recent + getattr(self, "sinks", 0)
 
     # ---- what a subclass defines ----
 
@@ -233,8 +241,12 @@ class Evicting(KVMethod):
             there = there & chosen.scatter(2, at, True)
         return Attended(torch.where(there, self.place[:B].long(), -2), q, self.k[:B], self.v[:B])
 
+    def room(self):
+        whole = self.evicts or self.k.shape[2] == self.shape.max_seq_len
+        return self.shape.max_decoded if whole else self.decode_slots()
+
     def maintain(self, step):
-        if not self.evicts and self.decode_slots() < step and self.k.shape[2] < self.shape.max_seq_len:
+        if step > self.room():
             raise InputError(
                 f"{type(self).__name__}: after {step} decoded tokens their {self.decode_slots()} slots are full: set "
                 "the cache up with max_new_tokens, or give more decode_slots"

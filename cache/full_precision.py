@@ -28,9 +28,10 @@ class Tail(Storage):
     def __init__(self, shape: CacheShape, size: int, flush: int, lead: int = 0):
         super().__init__(shape)
         self.lead, self.size, self.flush = lead, size, flush
-        if 0 < size - shape.drafts < flush and size < shape.max_decoded:
-            raise InputError(f"{flush} tokens that move at a time and {shape.drafts} drafts exceed the {size} slots in "
-                             "full precision: give more of these, or draft fewer")  # fmt: skip
+        # behind a token that moves, as many may be taken back, and as many drafted
+        if size - 2 * shape.drafts < flush and size < shape.max_decoded:
+            raise InputError(f"{flush} tokens that move at a time and twice {shape.drafts} drafts exceed the {size} "
+                             "slots in full precision: give more of these, or draft fewer")  # fmt: skip
         for name in "kv":
             self.buffer(name, (shape.max_batch, shape.n_kv_head, lead + size, shape.head_dim))
         self.buffer("prompt_len", (shape.max_batch,), torch.int64)

@@ -10,6 +10,7 @@ over the layer's heads, which so keep the same chunks; the last one is cut to th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -74,7 +75,9 @@ class PromptEvicting(Evicting):
             count = shared_budget(scores, kept - recent, self.args.safeguard)
         if self.args.value_aware:
             first = ranks(scores) < (count * self.args.first_stage).long()[..., None]
-            scores = (scores * self.value_sizes(v)).masked_fill(first, float("inf"))
+            least = scores.masked_fill(scores == -math.inf, math.inf).amin(-1, keepdim=True).clamp(max=0)
+            # from 0 on, or a large value would let a score below 0 fall further
+            scores = ((scores - least) * self.value_sizes(v)).masked_fill(first, float("inf"))
             scores = scores.masked_fill(~before, float("-inf"))
         if not self.args.adaptive:
             return super().keep(k, v, scores, lengths, place, read)

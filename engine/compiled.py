@@ -176,12 +176,18 @@ class CompiledStep:
             x = call(x, pos)
         return self.head(x, pos, *given)
 
+    def keep_key(self, key: Any) -> None:
+        if key != self.layers.key:
+            self.layers.key = key
+        self.key = self.layers.key  # the same object, until a lookup for another key
+
     def look_up(self, key: Any, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         """Run a step through torch.compile, which first compiles missing graphs: g++ runs while the next is traced. Or
         run the stored graphs, if there are any."""
         layers = self.layers
         if self.stored and (graphs := self.stored.load(self.model, (tokens, pos, *given))):
-            self.key, layers.key, self.graphs = key, key, graphs
+            self.keep_key(key)
+            self.graphs = graphs
             return graphs(tokens, pos, *given)
         bar = tqdm(desc="tracing", total=len(layers.parts), unit="layer", disable=None, leave=False)
         with compiling() as finish:
@@ -195,9 +201,7 @@ class CompiledStep:
             for call in layers.calls:
                 x = call.look_up(x, pos)
             out = self.head.look_up(x, pos, *given)
-        if key != layers.key:
-            layers.key = key
-        self.key = layers.key  # the same object, until a lookup for another key
+        self.keep_key(key)
         self.graphs = in_native_code([*layers.calls, self.head])
         if self.stored and self.graphs:
             self.stored.keep(self.model, [*layers.calls, self.head], (tokens, pos, *given))
@@ -226,9 +230,11 @@ class CapturedStep:
         key = tuple(x.shape for x in args)
         if key not in self.inputs:
             # made in inference mode, which given ones may not be: torch.compile would compile again in the capture
-            inputs = self.inputs[key] = [x.clone() for x in args]
+            inputs = [x.clone() for x in args]
             with side_stream():
-                return self.run(tqdm(self.parts, "compiling", unit="layer", disable=None, leave=False), *inputs)
+                out = self.run(tqdm(self.parts, "compiling", unit="layer", disable=None, leave=False), *inputs)
+            self.inputs[key] = inputs  # not before: after Ctrl-C, nothing may be captured that is not compiled
+            return out
         for x, given in zip(self.inputs[key], args, strict=True):
             x.copy_(given)
         if key not in self.captured:
@@ -246,11 +252,14 @@ class CapturedStep:
             return self.head(x, pos, *given)
 
     def capture(self, inputs: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
                 out = self.run(self.parts, *inputs)
         except RuntimeError as e:  # such as a copy to the host
-            raise InputError(f"the decode step cannot be captured in a CUDA graph ({str(e).splitlines()[0]}): run with "
-                             "--no-compile") from e  # fmt: skip
+            torch.cuda.set_stream(stream)  # torch leaves the capture's
+            why = next(iter(str(e.__context__ or e).splitlines()), "")  # an error in it ends in a second one
+            raise InputError(
+                f"the decode step cannot be captured in a CUDA graph ({why}): run with --no-compile"
+            ) from e
         return graph, out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from cache.base import KVMethod
 from engine.decode import Batch, Completion, Session
 from engine.sampling import Sampling, noise_keys
 from loading.tokenizer.turns import Chat
@@ -26,11 +27,18 @@ class Conversation:
         with llm.lock:
             self._open()
 
-    def _open(self) -> Session:
-        """Get an empty cache, which belongs to this conversation until another call takes it."""
+    def _open(self, new: int = 0) -> Session:
+        """Get an empty cache for a turn of `new` tokens, which belongs to this conversation until another call takes
+        it."""
         self.session = self.llm.session(1, self.size, None, 0, self.sampling)
+        if self._room() < new:
+            self.session = self.llm.session(1, self.size, new, 0, self.sampling)
         self.session.lag = 0  # the next turn continues exactly where this one stopped
         return self.session
+
+    def _room(self) -> int:
+        """The most tokens that the cache's methods hold behind a prompt."""
+        return min(m.room() for m in self.llm.model.cache.modules() if isinstance(m, KVMethod))
 
     def forget(self) -> None:
         """Start over."""
@@ -55,25 +63,29 @@ class Conversation:
         else:
             tk = llm.tokenizer
             ids = cached + (tk.encode_after(cached, f"\n{text}", True) if cached else tk.encode(text))
-        # if another call has the cache, or the template rewrote an earlier turn, read the whole text again
-        if self.stale or not session.owns_cache or ids[: len(cached)] != cached:
+        most = min(max_new_tokens, self.size - len(ids))
+        # read the whole text again if another call has the cache, if the template rewrote an earlier turn, or if the
+        # methods have no slots for this one
+        goes_on = not self.stale and session.owns_cache and ids[: len(cached)] == cached
+        if not goes_on or session.decoded + len(ids) - len(cached) + most > self._room():
             cached = []
         new = llm.prompts.check_ids(ids[len(cached) :])
         if len(ids) + 1 > self.size:
             raise InputError(f"the conversation has {len(ids)} tokens, the context {self.size}: /reset to start over")
         if not cached:
-            session = self._open()
+            session = self._open(most)
         self.stale, keys = True, self.keys or noise_keys(session.sampling.seed, [ids])
         out: list[Completion] = []
         llm._run(
             out, session, None if cached else [new], new if cached else [], Batch.of([new]), keys,
-            max_new_tokens=min(max_new_tokens, self.size - len(ids)), stop=self.stop,
+            max_new_tokens=most, stop=self.stop,
             on_text=on_text and (lambda row, piece: on_text(piece)),
         )  # fmt: skip
         self.tokens = ids + out[0].tokens
-        session.rewind(len(self.tokens))
-        # feeds the last token, which was drawn but not fed if max_new_tokens ended the turn
-        session.feed(self.tokens[int(session.pos[0]) :])
+        if session.owns_cache:  # not after Ctrl-C
+            session.rewind(len(self.tokens))
+            # feeds the last token, which was drawn but not fed if max_new_tokens ended the turn
+            session.feed(self.tokens[int(session.pos[0]) :])
         self.stale, self.keys = False, keys
         self.messages = [*messages, {"role": "assistant", "content": out[0].text}]
         return out[0]

@@ -49,6 +49,7 @@ class Batch:
 
     tokens: list[list[int]]
     prompt_tokens: list[int]
+    read: int = 0  # tokens that `prefill_s` took
     prefill_s: float = 0.0
     decode_s: float = 0.0
     steps: int = 0
@@ -61,7 +62,8 @@ class Batch:
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], question: Sequence[int] = ()) -> Batch:
         """A batch without tokens yet."""
-        return cls([[] for _ in prompts], [len(p) + len(question) for p in prompts])
+        sizes = [len(p) + len(question) for p in prompts]
+        return cls([[] for _ in prompts], sizes, sum(sizes))
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -255,8 +257,7 @@ class Session:
                 return
 
     def _not_finite(self) -> str:
-        model = self.model
-        flags = {"--dtype": model.dtype, "--kv-dtype": model.kv_dtype or model.dtype}
+        flags = {"--dtype": self.model.dtype, "--kv-dtype": self.model.kv_dtype or self.model.dtype}
         for flag, dtype in flags.items():
             if dtype == torch.float16:
                 return f"fp16 holds no number above 65504; try {flag} bf16 or fp32"
@@ -292,8 +293,8 @@ class Session:
                         if token is not None:
                             batch.tokens[row].append(token)
                             self.done[row] = on_token is not None and on_token(row, token)
-            except KeyboardInterrupt:
-                batch.interrupted = True
+            except KeyboardInterrupt:  # in a step, perhaps, whose token some layers hold: nothing can follow it
+                batch.interrupted, self.model.cache.owner = True, None
             finally:
                 batch.steps += self.decoded - before
         return batch

@@ -8,6 +8,7 @@ call. With another release (`KNOWN`), a step is torch.compile's functions, one a
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -107,6 +108,9 @@ class CompiledCall:
         return entry.file, given
 
 
+_ONE = threading.RLock()  # what is replaced below is the process's: one thread compiles at a time
+
+
 class NotRun(Exception):
     """Raised in place of running a graph."""
 
@@ -161,6 +165,11 @@ class Entry:
 def compiling() -> Iterator[Callable[[], None]]:
     """Within, work that needs no Python lock runs in parallel to tracing: the C++ compiler, which a call of the graph
     waits for, and half a second of set-up in inductor. Yields a function that waits for all compilers."""
+    with _ONE:
+        yield from _compiling()
+
+
+def _compiling() -> Iterator[Callable[[], None]]:
     if not KNOWN:
         yield lambda: None
         return

@@ -19,6 +19,7 @@ import torch
 from cache.spec import layer_methods
 from engine.conversation import Conversation
 from engine.decode import Batch, Completion, Session, make_step
+from engine.pack import check_step
 from engine.prompts import Prompts
 from engine.sampling import Sampling, noise_keys
 from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, ropes_of, save, state_of
@@ -172,7 +173,7 @@ class LLM:
             model.reset_cache()
             model.cache.owner = None
         else:
-            self._steps = {}
+            self._steps, self._ready = {}, (None, None)  # the old cache goes before there is another
             model.setup_cache(self.layers, *size, drafts=self.speculate)
             self._ready = (model.cache, size)
         for rope in ropes_of(model.cache):
@@ -192,6 +193,7 @@ class LLM:
             if len(self._steps) > STEPS:
                 del self._steps[next(iter(self._steps))]
             if made is None and compile:
+                torch.set_num_threads(SpareCores.usual())  # what a graph is compiled with, it keeps
                 what = f"{self.method}, {batch} rows of {max_seq_len} tokens"
                 doing = "loading the decode step that an earlier run compiled" if there else "compiling the decode step"
                 print(f"{doing}: {what}", file=sys.stderr)
@@ -223,7 +225,10 @@ class LLM:
                              f"use --max-new-tokens {most - longest} or less")  # fmt: skip
         new = question + max_new_tokens
         exact, wide = (prompt + new, new, new), (round_up(prompt) + round_up(new), round_up(new), new)
-        compiled = wide if wide[0] <= most and not self.max_seq_len else (most, None, new)
+        # one cache for every call, as far as the methods' slots for decoded tokens go
+        slots = min((a.decode_slots for _, a in self.layers if hasattr(a, "decode_slots")), default=new)
+        one = (most, None if new <= slots else min(round_up(new), most - prompt), new)
+        compiled = wide if wide[0] <= most and not self.max_seq_len else one
         if self.compile or self.max_seq_len:
             return compiled
         stored = self._stored((batch, *compiled[:2]), Sampling.of(sampling))
@@ -268,8 +273,11 @@ class LLM:
         """
         sampling, chat, out = Sampling.of(sampling), Chat.check(chat), list[Completion]()
         texts = [questions] if isinstance(questions, str) else list(questions or ())
-        if pack is not None and save is None:
-            raise InputError("pack makes a small file of a saved cache: give save, too")
+        if pack is not None:  # what `save` would refuse after the prompts are read
+            if save is None:
+                raise InputError("pack makes a small file of a saved cache: give save, too")
+            check_step(pack)
+            self.model.find_calibration()
         saved = CacheFile(load) if isinstance(load, str | Path) else load
         if saved is not None:
             if prompts is not None or (chat and chat.system is not None):
@@ -316,6 +324,8 @@ class LLM:
                 batch = Batch.of(session.prompts, question)
                 if i == 0:
                     batch.prefill_s = read.prefill_s - session.compile_s
+                if i or saved is not None:  # the prompts were read before
+                    batch.read = len(question) * len(session.prompts)
                 if not run(session, None, question, batch):
                     break
         return out
@@ -398,7 +408,8 @@ class LLM:
 
     def _identity(self) -> dict[str, Any]:
         spec = self.method + "".join(f", {k}={v}" for k, v in self.knobs.items())
-        return identity(self.model, spec, self.layers, self.source, self.weight_format)
+        out = identity(self.model, spec, self.layers, self.source, self.weight_format)
+        return out | dict(given=[self.method, {k: str(v) for k, v in self.knobs.items()}])
 
     def read(
         self, prompts: str | Sequence[str | list[int]], max_new_tokens: int = 128, sampling: Sampling | None = None,

@@ -27,11 +27,15 @@ from runtime.errors import InputError, check_range
 SINKS, RECENT = 4, 128  # tokens that stay exact (KVTC, Sec. 3)
 
 
+def check_step(step: float) -> None:
+    check_range("--pack", step, 1e-4, 10)
+
+
 def pack(tensors: dict[str, Tensor], cache: nn.Module, lengths: list[int], step: float, calib: Calibration,
          ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
     """The filled parts of a cache's buffers, by name, for rows of these lengths -> their bytes, uint8 [n], by name, and
     what `unpack` needs. step: in standard deviations. Raises InputError if a basis is missing."""
-    check_range("--pack", step, 1e-4, 10)
+    check_step(step)
     out, how, modules = dict[str, Tensor](), dict[str, Any](), dict(cache.named_modules())
     for name, x in tensors.items():
         x = x.detach().cpu().contiguous()

@@ -20,7 +20,7 @@ from runtime.errors import InputError, check_count, check_range, short
 NO_TOKEN = -1  # drawn if logits are not finite; found when the token is read, so that no step waits for a check
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampling:
     """How a token is drawn, as in Hugging Face's generate: the penalty comes first, then the fields in their order.
 

@@ -310,6 +310,12 @@ class CacheFile:
                 f"{path} was saved with another calibration: give the --calibration that it was saved with"
             )
 
+    @property
+    def given(self) -> tuple[str, dict[str, str]]:
+        """The method and its further knobs, as text."""
+        method, knobs = self.meta.get("given", (self.meta["method"], {}))  # older files do not say
+        return str(method), knobs
+
     def check_chat(self, chat: bool) -> None:
         """Raises InputError unless the prompt was, or was not, written by a chat template."""
         if (was := self.meta["more"].get("chat", False)) != chat:

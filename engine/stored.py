@@ -7,6 +7,7 @@ With KV_FAST_STEPS=0 none is kept or used, nor with methods of the user's, which
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -23,7 +24,7 @@ from torch import Tensor
 from engine.inductor import CompiledCall
 from kernels import backend, native
 from kernels.native.build import cache_path, library, ours, workshop
-from runtime.machine import ROOT
+from runtime.machine import ROOT, SpareCores
 
 CODE = ("model.py", "cache", "engine", "kernels", "kv_methods", "runtime", "weights")
 MOST = 64  # steps kept; the least recently used is removed
@@ -31,9 +32,9 @@ MOST = 64  # steps kept; the least recently used is removed
 
 @functools.cache
 def code() -> str:
-    """A hash of our code, torch, the C++ library, which is of this processor, and the number of its cores."""
+    """A hash of our code, torch and the C++ library, which is of this processor."""
     files = [file for x in CODE for file in sorted((ROOT / x).rglob("*.py") if (ROOT / x).is_dir() else [ROOT / x])]
-    made_of = [*(f.read_text() for f in files), torch.__version__, library()._name, str(os.cpu_count())]
+    made_of = [*(f.read_text() for f in files), torch.__version__, library()._name]
     return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
 
 
@@ -46,7 +47,7 @@ def made_of(model: nn.Module, identity: Any) -> str:
     """A hash of what a model's steps have in common, whatever a cache's size. identity: of weights and methods."""
     weights = [(name, *described(x)) for name, x in [*model.named_parameters(), *model.named_buffers()]
                if not name.startswith("cache.")]  # fmt: skip
-    return key_of(code(), backend.BACKEND, weights, identity)
+    return key_of(code(), SpareCores.usual(), backend.BACKEND, weights, identity)
 
 
 def key_of(*of: Any) -> str:
@@ -79,9 +80,10 @@ class StoredStep:
                 return None
             links = [(str(files[i]), [tensors[x] if isinstance(x, str) else x for x in inputs])
                      for i, inputs in meta["links"]]  # fmt: skip
-            os.utime(self.folder)
+            with contextlib.suppress(OSError):  # a file system that is only read
+                os.utime(self.folder)
             return native.Graphs(links)
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
             return None
 
     def keep(self, model: nn.Module, calls: Sequence[CompiledCall], given: Sequence[Tensor]) -> None:
@@ -96,10 +98,10 @@ class StoredStep:
             files += [] if file in files else [file]
             links.append((files.index(file), names))
         used = {x for _, names in links for x in names if isinstance(x, str)}
-        meta = dict(links=links, libraries=[digest(Path(f)) for f in files], given=[described(x) for x in given],
-                    tensors={name: described(tensors[name]) for name in used})  # fmt: skip
         steps = self.folder.parent
         try:
+            meta = dict(links=links, libraries=[digest(Path(f)) for f in files], given=[described(x) for x in given],
+                        tensors={name: described(tensors[name]) for name in used})  # fmt: skip
             steps.mkdir(mode=0o700, exist_ok=True)
             with workshop(steps.parent) as own:
                 made = Path(own) / "step"
@@ -112,7 +114,7 @@ class StoredStep:
                 made.rename(self.folder)
                 for old in sorted(steps.iterdir(), key=lambda f: f.stat().st_mtime)[:-MOST]:
                     shutil.rmtree(old, ignore_errors=True)
-        except OSError:  # such as a full disk: the next run compiles again
+        except OSError:  # a full disk, or inductor's files are gone: the next run compiles again
             pass
 
 

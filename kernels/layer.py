@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kernels.backend import version_for
 from kernels.linear import MANY, packed_linear
-from kernels.native import VECTOR
 from kernels.op import operation
 
 
@@ -39,10 +38,9 @@ class Matrix(NamedTuple):
         return packed_linear.reference(x, *self) if self.bits else F.linear(x, self.weight, self.bias)
 
 
-def has_few_rows(x: Tensor, head_dim: int) -> bool:
-    """Whether a layer should take the operations below for x [..., dim], if its matrices allow it."""
-    few = x.numel() // x.shape[-1] < MANY and head_dim % VECTOR == 0
-    return few and version_for(x.device, x.dtype) == "cpp" and not torch.is_grad_enabled()
+def has_few_rows(x: Tensor) -> bool:
+    """Whether a layer should take the operations below for x [..., dim], if its sizes and matrices allow it."""
+    return x.numel() // x.shape[-1] < MANY and version_for(x.device, x.dtype) == "cpp" and not torch.is_grad_enabled()
 
 
 @operation(

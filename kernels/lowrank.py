@@ -319,7 +319,7 @@ def split_counts(groups: int, C: int, r: float, F: int, D: int, block: int, devi
     r: the mean of both ranks.
     """
     parts = split_count(groups, C, block, device)
-    return parts, max(1, min(round(parts * F * D / (C * r)), triton.cdiv(F, block)))
+    return parts, max(1, min(round(parts * F * D / max(1, C * r)), triton.cdiv(F, block)))
 
 
 @_lowrank_attention.triton

@@ -24,7 +24,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ class Operation(Generic[P, R]):
         self.versions: dict[str, tuple[Any, Serves | None]] = {}
         if cpp:
             self.versions["cpp"] = self.cpp, cpp if callable(cpp) else None
+        self.fake = fake
         self.otherwise = self.op if opaque else reference
         self.launch: Callable[..., R] | None = None
         OPERATIONS[self.name] = self
@@ -139,7 +140,14 @@ class Operation(Generic[P, R]):
                 why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
                 warn_once(f"the Triton kernel of {self.name} failed ({why}): from here on torch computes it, slower; "
                           "python -m scripts.doctor checks all kernels")  # fmt: skip
-        return self.reference(*self.grouped(args))
+        given = self.grouped(args)
+        out = self.reference(*given)
+        if self.launch is None or "triton" in self.versions:
+            return out
+        # a compiled graph was promised the kernel's strides
+        both: Any = [x if isinstance(x, tuple) else (x,) for x in (out, self.fake(*given))]
+        laid = [x if x is None or x.stride() == y.stride() else y.copy_(x) for x, y in zip(*both, strict=True)]
+        return cast(R, tuple(laid) if isinstance(out, tuple) else laid[0])
 
 
 def _flat(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -247,6 +247,6 @@ def launch(
         q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v,
         pos.contiguous(), prompt_len, flushed, part, lse, q.stride(), idx.stride(), count.stride(), H, T, K,
         sinks, ring, splits,
-        **blocks_of(Hq, H, D), BITS=bits, **options,
+        **blocks_of(Hq, H, D, 32), BITS=bits, **options,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

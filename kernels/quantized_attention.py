@@ -149,6 +149,7 @@ def _flush(tokens: QuantizedTokens, pos: Tensor) -> None:
     coded = encode(tokens, gather_rows(tokens.full_precision[rows], slot[:, None]))
     for part, new, each in ((tokens.data, coded[0], 1), (params, coded[1], GROUP)):
         at = first // each + torch.arange(block // each, device=pos.device)
+        at = at.clamp(max=part.shape[2] - 1)  # where none is due, a block may be longer than the store
         new = new.transpose(1, 2)  # with a slice between advanced indices, their dimensions come first
         there = due[rows].view(-1, 1, *[1] * (new.dim() - 2))
         part[row, :, at] = torch.where(there, new, part[row, :, at])
@@ -402,6 +403,8 @@ def _launched(
         shortest, q.stride(), None if bias is None else bias.shape[2], H, k.data.shape[2], v.data.shape[2], k.sinks,
         k.ring, sum(splits), splits[0], **blocks_of(Hq, H, D), K_BITS=k.bits, V_BITS=v.bits, K_GROUP=k_side[3],
         V_GROUP=v_side[3], CHANNELS=k.channels, BLOCK_N=BLOCK_N, SPLIT=SPLIT,
-        **tuned("_quantized_attention_kernel", num_warps=NUM_WARPS, num_stages=NUM_STAGES),
+        # whole rows of more than 512 bytes, in several stages, would not fit into 100 KB of shared memory
+        **tuned("_quantized_attention_kernel", num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES if D * q.element_size() <= 512 else 1),
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

@@ -180,6 +180,7 @@ class Rope(nn.Module):
         super().__init__()
         self.of, self.long = (args, head_dim, context), args.type == "longrope"
         self.look_ahead(new_tokens)
+        self.fitted: Tensor | None = None  # int64 [B], longrope's: the lengths for which frequencies were chosen
         first = args.original_max_position_embeddings if self.long else context
         self.per_row = args.varies and max_seq_len > first
         pos = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
@@ -221,9 +222,11 @@ class Rope(nn.Module):
                              f"{first}, and this run's {self.ahead} lie beyond it, where all of a text is rotated "
                              f"otherwise: save it again with --max-new-tokens {self.ahead}")  # fmt: skip
         self.look_ahead(max(ahead, self.ahead))
+        self.fitted = torch.tensor(lengths) + self.ahead if self.long else None
 
     def set_prompt(self, lengths: Tensor) -> None:
         """Fit the tables to a batch of prompts; a no-op for types that do not vary. lengths [B]."""
+        self.fitted = lengths.cpu() + self.ahead if self.long else None
         if not self.per_row:
             return
         T = self.cos.shape[1]
@@ -245,7 +248,8 @@ class Rope(nn.Module):
     def mean(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """The mean rotation over positions pos [B, n], which may lie beyond the tables: cos, sin [B, 1, 1, D/2]."""
         where = pos.cpu()
-        inv_freq, scale = rope_inv_freq(*self.of, where + 1)
+        text = where + 1 if self.fitted is None else self.fitted[: len(where), None].expand_as(where)
+        inv_freq, scale = rope_inv_freq(*self.of, text)
         angle = where[..., None].double() * inv_freq
         mean = (torch.stack((angle.cos(), angle.sin())).mean(2) * scale).float().to(pos.device)
         return mean[0, :, None, None], mean[1, :, None, None]

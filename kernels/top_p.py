@@ -68,7 +68,7 @@ def _top_p(weights, pos, count, weights_strides, H, T, sinks, recent, p, BLOCK: 
         sure += forced.to(tl.int32)
     need, taken = p - tl.sum(held), tl.sum(sure)
     # the weights not below lo sum to `need` or more, those not below hi to less
-    lo, hi, above, many = 0, 0x7F800000, 0.0, 0
+    lo, hi, above, many, among = 0, 0x7F800000, 0.0, 0, seq_len  # among: the number of those not below lo
     while hi > lo + 1:
         middle = lo + ((hi - lo) >> 1)
         mass, number = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
@@ -82,10 +82,11 @@ def _top_p(weights, pos, count, weights_strides, H, T, sinks, recent, p, BLOCK: 
             number += inside.to(tl.int32)
         total, found = tl.sum(mass), tl.sum(number)
         enough = total >= need
-        lo = tl.where(enough, middle, lo)
+        lo, among = tl.where(enough, middle, lo), tl.where(enough, found, among)
         hi, above, many = tl.where(enough, hi, middle), tl.where(enough, above, total), tl.where(enough, many, found)
     lowest = lo.to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
-    equal = tl.ceil((need - above) / tl.maximum(lowest, 1e-38)).to(tl.int32)
+    # not more than there are: a tiny weight may be less than the rounding of the sums
+    equal = tl.minimum(tl.ceil(tl.minimum((need - above) / tl.maximum(lowest, 1e-38), 1e9)).to(tl.int32), among - many)
     # a lowest weight of 0 means that all together stay below p
     more = tl.where(lo > 0, many + tl.maximum(equal, 1), seq_len)
     taken += tl.where(need > 0, more, 0)

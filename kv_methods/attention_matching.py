@@ -85,7 +85,8 @@ class AttentionMatching(Evicting):
 
     def references(self, q: Tensor, n: Tensor, n_kv_head: int) -> tuple[Tensor, Tensor]:
         """`samples` evenly spaced of n [B] queries q [B, Hq, S, D] -> [B, Hkv, g * samples, D], and which are there."""
-        i, taken = torch.arange(self.args.samples, device=q.device), n.clamp(max=self.args.samples)[:, None]
+        most = min(self.args.samples, q.shape[2])
+        i, taken = torch.arange(most, device=q.device), n.clamp(max=most)[:, None]
         at = (i * ((n[:, None] - 1) / (taken - 1).clamp(min=1).double())).round().long().clamp(max=q.shape[2] - 1)
         some = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])).double()
         there = (i < taken)[:, None].expand(-1, q.shape[1] // n_kv_head, -1).flatten(1)

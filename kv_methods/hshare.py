@@ -124,6 +124,9 @@ class HShare(DoubleSparsity):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, _ = shape.kv
+        if shape.drafts >= args.recent:
+            raise InputError(f"hshare: a set may hold drafts that are taken back, but for the newest {args.recent} "
+                             f"tokens: draft at most {args.recent - 1}, or give more recent ones")  # fmt: skip
         self.n_critical = max(1, self.k_static - min(args.recent, self.k_static))  # sinks among them
         self.k_static = self.n_critical + args.recent + args.steps - 1
         self.buffer("head_source", (B, H), torch.int64), self.buffer("newer", (B,), torch.int64)

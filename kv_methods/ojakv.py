@@ -32,7 +32,7 @@ PRESETS = {
     "ojakv-0.6": dict(rank=0.6),  # OjaKV 0.6x, Tables 2-4
     "static_pca_h": dict(adapt=False),  # StaticPCA-H 0.6x, Tables 2-4
     "static_pca": dict(adapt=False, n_start=0, n_recent=0, latent=False),  # StaticPCA 0.6x, Tables 2-4
-    "eigen": dict(adapt=False, n_start=0, n_recent=0),  # Eigen-N 0.6x, Tables 2-4
+    "eigen": dict(adapt=False, n_start=0, n_recent=0),  # Eigen-N 0.6x, Table 4 (out of memory in Tables 2 and 3)
     "ojakv-snapkv": dict(rank=0.6, keep=0.5),  # OjaKV + SnapKV, Table 6
 }
 
@@ -298,6 +298,10 @@ class OjaKV(KVMethod):
         return Attended.of(q, latents, (self.exempt.position(pos), self.exempt.k, self.exempt.v))
 
     # ---- between steps: Algorithm 1, lines 12-18 ----
+
+    def room(self):
+        known = self.args.keep is None or self.shape.max_new_tokens is not None
+        return self.shape.max_decoded if known else self.args.decode_slots
 
     def maintain(self, step):
         """After every `update_every` tokens, turn the bases towards them, then compress them."""

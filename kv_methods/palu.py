@@ -19,7 +19,7 @@ from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.packed import PackedVectors
 from cache.statistic import Statistic, principal, principal_of_heads
 from kernels.group_attention import coordinates, group_append, group_attention, project, rebuild
-from kernels.hadamard import hadamard_matrix
+from kernels.hadamard import hadamard_matrix, has_hadamard
 from runtime.errors import InputError
 
 PRESETS = {
@@ -115,6 +115,10 @@ class Palu(KVMethod):
             "below 16 bits: both factors carry the singular values' square root (published code), or neither (ours)",
         )
 
+        def __post_init__(self):
+            if not self.rank:
+                raise InputError("palu: rank is a share in (0, 1], got 0")
+
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         H, s = shape.n_kv_head, min(args.group, shape.layer_heads)  # never across ranks
@@ -125,7 +129,7 @@ class Palu(KVMethod):
         width = s * shape.head_dim
         # all layers, keys and values alike: "uniform" of the published code
         self.rank = min(width, max(1, round(args.rank * width / MULTIPLE)) * MULTIPLE)
-        if args.bits < 16 and self.rank % MULTIPLE:
+        if args.bits < 16 and (self.rank % MULTIPLE or not has_hadamard(self.rank)):
             raise InputError(f"palu: a rank of {self.rank} cannot be packed in {args.bits} bits: use bits=16")
         self.keys, self.values = (
             Coordinates(shape, s, self.rank, args.bits, args.factors == "balanced", *self._calibrated(part, s))

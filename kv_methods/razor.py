@@ -37,9 +37,9 @@ PRESETS = {
     "razor-ruler": dict(induction=0.28, echo=0.02, window=1, full_up_to=4096),
     "razor-places": dict(places=4),  # beyond the paper: heads that read the next token two to four places on
     "razor-places-random": dict(places=4, protect="random"),
-    # Table 1: 15 % of the heads at random, and none. The others keep recent tokens only (and, here, the sinks)
-    "razor-random": dict(protect="random", compensation=False, share=0.0),
-    "razor-none": dict(induction=0.0, echo=0.0, compensation=False, share=0.0),
+    # Table 1: 15 % of the heads at random, and none. The others keep recent tokens only
+    "razor-random": dict(protect="random", compensation=False, share=0.0, sinks=0),
+    "razor-none": dict(induction=0.0, echo=0.0, compensation=False, share=0.0, sinks=0),
     "razor-no-echo": dict(echo=0.0),  # Figure 7
     "razor-no-compensation": dict(compensation=False),  # Figure 8
     # DuoAttention (Xiao et al. 2024): half of the KV heads keep all tokens (a quarter if queries are not grouped,

@@ -256,7 +256,8 @@ class SelfIndex(KVMethod):
         if self.args.heads == "max":
             return each.amax(0)
         there = torch.arange(self.slots, device=q.device) <= last[:, None, None]
-        return torch.where(there, each * q.shape[2] ** -0.5, float("-inf")).softmax(-1).nan_to_num(0).mean(0)
+        y = torch.where(there, each * q.shape[2] ** -0.5, float("-inf")).softmax(-1).nan_to_num(0).mean(0)
+        return y.masked_fill(each[0] == float("-inf"), float("-inf"))  # a token's weight may be 0, too
 
     def attend(self, q, idx, count, pos):
         sinks, tail = self.sinks, self.tail

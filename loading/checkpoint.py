@@ -94,18 +94,13 @@ def load_checkpoint(
                 f"tensor {name} in {path} has shape {list(value.shape)}, expected {list(target.shape)} by config.json"
             )
         if isinstance(value, Codes) and not target.takes(value):
-            again += choose is not None
+            again += weight_format is not None and choose is not None
             value = value.dequantize()
         target.put(value)
     if [*targets] == ["model.embed_tokens.weight"] and head is not None:  # safetensors' save_model keeps the first name
         targets.pop("model.embed_tokens.weight").put(_dense(head))
     elif head is not None and embedding is not None:  # as stored, since --weights may round
-        given, tied = _dense(head), _dense(embedding)
-        if not torch.equal(given.to(tied.dtype), tied):
-            raise InputError(
-                f"lm_head.weight in {path} is not the embedding, as tie_word_embeddings in config.json says: "
-                "set it to false if the head is a matrix of its own"
-            )
+        check_tied(path, _dense(head), _dense(embedding))
     if [*targets] == ["lm_head.weight"]:
         raise InputError(f"tensor lm_head.weight is missing from {path}: a base model without its output head; "
                          "save the model that generates (AutoModelForCausalLM), or set tie_word_embeddings in "
@@ -123,6 +118,13 @@ def load_checkpoint(
         print(f"note: {note}", file=sys.stderr)
     _check_finite(model)
     return model.eval()
+
+
+def check_tied(path: Path, head: Tensor, embedding: Tensor) -> None:
+    """Raises InputError unless a stored head is the embedding, as it should be where they are tied."""
+    if not torch.equal(head.to(embedding.dtype), embedding):
+        raise InputError(f"lm_head.weight in {path} is not the embedding, as tie_word_embeddings in config.json says: "
+                         "set it to false if the head is a matrix of its own")  # fmt: skip
 
 
 def _dense(value: Tensor | Codes) -> Tensor:

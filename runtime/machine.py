@@ -107,6 +107,11 @@ class SpareCores:
         own = os.times()
         return used / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
+    @staticmethod
+    def usual() -> int:
+        """The number of threads when none is lowered, with which steps are compiled: a graph's own keep it."""
+        return SpareCores.most if (n := torch.get_num_threads()) == SpareCores.lowered else n
+
     def adapt(self) -> None:
         """Look again, if the last time was a while ago."""
         if self.fixed or (now := time.perf_counter()) - self.before[0] < self.interval:
@@ -196,10 +201,12 @@ def check_out(path: str | Path | None, flag: str = "--out") -> None:
             raise InputError(f"{flag}: cannot write {path}: the folder {path.parent} does not exist")
         if path.is_dir():
             raise InputError(f"{flag}: cannot write {path}: it is a folder; name a file in it")
+        if path.exists() and not path.is_file():  # such as /dev/null, which a renamed file would replace
+            raise InputError(f"{flag}: cannot write {path}: it is no ordinary file; name another one")
         # try to write: permissions do not show a full or read-only disk, or /proc
-        trial = temporary(path)
+        trial = temporary(path).with_suffix(f".{os.getpid()}")  # not the file that another process is writing
         trial.touch()
-        trial.unlink(missing_ok=True)  # another rank may have removed it
+        trial.unlink()
     except OSError as e:
         raise InputError(f"{flag}: cannot write {path}: {e.strerror}") from None
 
@@ -214,11 +221,34 @@ def available_memory(device: torch.device) -> int:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        return min(int(lines["MemAvailable"].split()[0]) * 1024, *left_of_groups())
     except (OSError, KeyError):  # not Linux: all memory of the machine bounds what is free
         if not hasattr(os, "sysconf"):  # Windows gives no number here: refuse nothing
             return 2**62
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def left_of_groups(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes left of the limits of this process's control groups, as containers have them; the page cache counts as
+    left. 2^62 if there are none."""
+    left = [2**62]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return left
+    for line in lines:
+        _, kind, path = line.split(":", 2)
+        if kind not in ("", "memory"):
+            continue
+        most, now, cached = (("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") if kind else
+                             ("memory.max", "memory.current", "inactive_file"))  # fmt: skip
+        top = root / kind
+        for group in (top / path.lstrip("/"), top):  # in a container, its own group is the top one
+            with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or "max"
+                stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
+                used = int((group / now).read_text()) - int(stat[cached])
+                left.append(max(0, int((group / most).read_text()) - used))
+    return left
 
 
 def require_memory(need: int, device: torch.device, what: str, advice: str) -> None:

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from cache.calibration import write_tensors
 from kernels.linear import pack_bits
-from loading.checkpoint import split
+from loading.checkpoint import check_tied, split
 from loading.config import args_from_hf
-from loading.tokenizer import load_tokenizer
+from loading.tokenizer import FILES, load_tokenizer
 from model import ModelArgs
 from runtime.errors import InputError, run_cli
 from runtime.machine import temporary
@@ -113,12 +113,17 @@ def main() -> None:
     args = args_from_hf(reader.config)
     head = "model.embed_tokens" if args.tie_embeddings else "lm_head"
     tensors: dict[str, Tensor] = {}
-    before = 0
+    embedding, before = None, 0
     # experts one by one; a plain folder for other tools keeps the names that it has
     apart = reader.gguf is not None or weight_format.bits not in PLAIN
     named = ((split(*x, args) if apart and ".experts." in x[0] else [x]) for x in reader.tensors())
     for name, value in tqdm(chain.from_iterable(named), desc="tensors", unit=""):
         dense = value.dequantize() if isinstance(value, Codes) else value
+        if args.tie_embeddings and name in ("model.embed_tokens.weight", "lm_head.weight"):  # perhaps both are there
+            if embedding is not None:
+                check_tied(Path(opt.source), dense, embedding)
+                continue
+            name, embedding = "model.embed_tokens.weight", dense
         before += dense.numel() * 2
         if not dense.isfinite().all():
             raise InputError(f"tensor {name} in {opt.source} holds NaN or infinity: download it again")
@@ -147,7 +152,8 @@ def write(source: Path, out: Path, tensors: dict[str, Tensor], config: dict[str,
         if gguf:
             load_tokenizer(gguf).save(tmp)
         for f in sorted(source.iterdir()) if source.is_dir() else ():
-            if f.is_file() and f.suffix in (".json", ".model", ".txt", ".jinja") and not f.name.endswith(".index.json"):
+            copied = f.suffix in (".json", ".txt", ".jinja") or any(map(f.match, FILES))
+            if f.is_file() and copied and not f.name.endswith(".index.json"):
                 shutil.copyfile(f, tmp / f.name)
         write_tensors(tmp / "model.safetensors", tensors, {"format": "pt"})
         (tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")

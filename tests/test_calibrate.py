@@ -873,8 +873,9 @@ def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean,
     last = err.strip().splitlines()[-1]
     assert code == 130 and "Traceback" not in err and last.startswith("interrupted: "), err
     assert "the same command goes on" in last and not (checkpoint / FILE).exists()
-    text_file, random_file = (C.partial(checkpoint / FILE, name) for name in ("text", "random"))
-    assert text_file.exists() and random_file.exists() == (after > 24)
+    text_file, random_file = (next(checkpoint.glob(f"{C.partial(checkpoint / FILE, name).name}.*"), None)
+                              for name in ("text", "random"))  # fmt: skip
+    assert text_file and bool(random_file) == (after > 24)
     if after == 15:
         assert f"text: 2 of 4 sequences and 3 layers of the next kept in {text_file}; random tokens: nothing" in last
     if after == 27:
@@ -887,6 +888,9 @@ def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean,
         code, _, err = cli(C, *argv)
     assert code == 130 and err.splitlines()[-1] == last and text_file.read_bytes() == kept
     load_checkpoint(checkpoint)  # what is kept is not taken for weights
+    if not random_file:  # of other settings; these are the same
+        assert cli(C, *flags(checkpoint, text, 1))[0] == 0 and text_file.read_bytes() == kept
+        (checkpoint / FILE).unlink()
     done, put = [], C.Sums.put
     monkeypatch.setattr(C.Sums, "put", lambda *a: (put(*a), done.append(1)))
     assert cli(C, *argv)[0] == 0
@@ -945,6 +949,7 @@ def test_a_partial_file_with_a_tensor_missing_leaves_nothing_in_the_sums(tmp_pat
     other = new(a=2)
     other.load()
     assert not other.done and not other.sums.sums
+    path = whole.path
     with safe_open(path, framework="pt") as f:
         meta = f.metadata()
     tensors = load_file(path)

@@ -16,8 +16,9 @@ from kv_methods.kvzip import ASK
 from loading.checkpoint import load_checkpoint
 from loading.tokenizer import load_tokenizer
 from loading.tokenizer.turns import ChatParts, chat_parts
+from runtime.errors import InputError
 from runtime.machine import TINY
-from scripts.eval import compare, perplexity
+from scripts.eval import compare, perplexity, rows
 from scripts.eval.evaluation import Evaluation
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import SEVERAL, Context, contexts, read_rows, rows_of
@@ -350,6 +351,36 @@ def test_the_context_bounds_each_row_and_not_the_longest_parts_of_two(cli, tmp_p
     assert status == 2 and "the model's context 4096" in err
 
 
+@pytest.mark.parametrize("task, answer, said, score", [
+    ("math_find", "0.5", "It is 0.5", 1), ("math_find", 5, "It is 5.2", 1), ("passkey", "71", "71432", 0),
+    ("longbook_choice_eng", "B", "B. I am sure.", 1), ("code_debug", "I", "B or I", 1),
+    ("lcc", "        return x", "        return x\n", 1), ("niah_single_1", "12", "1\n2", 1),
+])  # fmt: skip
+def test_answers_are_scored_as_by_the_benchmarks(task, answer, said, score):
+    if task == "lcc":
+        pytest.importorskip("rapidfuzz")
+    assert rows.score(dict(task=task, answer=[answer], context="", question=""), said) == score
+
+
+def test_rows_of_a_file_are_counted_and_checked(tmp_path):
+    file, row = tmp_path / "x.jsonl", dict(task="t", index=0, context="a", question="b?", answer="c", max_new_tokens=3)
+    file.write_text("".join(json.dumps(row | dict(question=q)) + "\n" for q in "de"))
+    assert [r["index"] for r in read_rows(file)] == [0, 1]  # two questions about one text have two scores
+    for wrong, says in ((dict(answer=[]), "has no answer"), (dict(max_new_tokens="3"), "is a whole number"),
+                        (dict(question=None), "are texts"), (dict(answer=dict(a=1)), "answer a text")):  # fmt: skip
+        file.write_text(json.dumps(row | wrong))
+        with pytest.raises(InputError, match=says):
+            read_rows(file)
+
+
+def test_a_length_whose_tasks_were_not_all_asked():
+    """As after Ctrl-C."""
+    row = dict(method="full", query_in_prompt=False, kv_share=1, read_share=1)
+    both = [row | dict(seq_len=64, a=1, a_each=[1], b=1, b_each=[1]), row | dict(seq_len=128, a=1, a_each=[1])]
+    text = compare.markdown(data := dict(rows=both, cells=[], missing=[]))
+    assert "| 100 % | - | 100 (21-100) % | - |" in text and compare.points(data, "kv", 128) == [("full", 1, 1)]
+
+
 def test_means_leave_out_what_full_cannot_do():
     rows = [dict(method=m, seq_len=64, query_in_prompt=False, kv_share=s, read_share=s, a=a, a_each=[a], b=b,
                  b_each=[b]) for m, s, a, b in (("full", 1, 1, 0), ("tova", 0.5, 0, 1))]  # fmt: skip
@@ -433,6 +464,11 @@ def test_perplexity_is_that_of_teacher_forcing(cli, tmp_path):
     assert cli(perplexity, *argv, "--method", "streaming,recent=16", lossless, "--resume")[0] == 0
     again = json.loads(out.read_text())
     assert again["parts"] == parts and again["rows"] == [full, streaming, same]
+    again["settings"]["kv_dtype"] = "bfloat16"  # which this run does not have
+    out.write_text(json.dumps(again))
+    status, _, err = cli(perplexity, *argv, "--method", "streaming,recent=16", lossless, "--resume")
+    assert status == 2 and "has another kv_dtype" in err
+    assert cli(perplexity, *argv[:2], "--length", "64,128", "--decoded", 8)[0] == 2
     status, _, err = cli(perplexity, *argv[:-2], "--length", 10**5, "--decoded", 8)
     assert status == 2 and "error: " in err
 

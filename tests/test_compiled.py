@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def captured(monkeypatch):
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in dict(CUDAGraph=Graph, graph=recorded, Stream=lambda: stream, current_stream=lambda: stream,
-                            stream=lambda s: contextlib.nullcontext()).items():  # fmt: skip
+                            stream=lambda s: contextlib.nullcontext(), set_stream=lambda s: None).items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(compiled, "CompiledStep", compiled.CapturedStep)
     monkeypatch.setattr(compiled.CapturedStep, "run", run_or_record)
@@ -105,6 +106,16 @@ def test_a_captured_step_gives_the_tokens_of_an_eager_one(tiny, captured, method
             [[c.tokens for c in llm.generate(prompts, 12, E.Sampling(*how))] for how in ((), (1.0, None, None, 5))]
         )
     assert runs[0] == runs[1] and captured
+
+
+def test_a_step_whose_compilation_was_interrupted_is_compiled_again(captured, monkeypatch):
+    """Compilers must not run inside a capture."""
+    llm = E.LLM(TINY, compile=True)
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(compiled.CapturedStep, "run", Mock(side_effect=KeyboardInterrupt))
+        llm.generate("import os", 4)
+    assert llm.generate("import os", 4)[0].tokens == E.LLM(TINY).generate("import os", 4)[0].tokens
+    assert len(captured) == 2  # of three steps
 
 
 def test_a_step_that_cannot_be_captured(tiny, captured, monkeypatch):

@@ -43,7 +43,7 @@ def test_any_method_holds_the_protected_heads(name):
     assert {type(m.other) for m in model.cache} == {resolve(name)[0]}
 
 
-CONTRACT = (c.check_poison, c.check_ragged, c.check_reset, c.check_second_turn, c.check_store, c.check_chunks,
+CONTRACT = (c.check_poison, c.check_ragged, c.check_reset, c.check_store, c.check_chunks,
             c.check_sizes, c.check_attended, c.check_half, s.check_nbytes, s.check_traffic)  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_layers_of_two_methods_that_lose_nothing_are_dense(spec):
     ],
 )
 def test_layers_of_their_own_budgets_keep_the_contract(spec):
-    for check in (c.check_poison, c.check_ragged, c.check_second_turn, c.check_sizes):
+    for check in (c.check_poison, c.check_ragged, c.check_sizes):
         check(spec, {})
 
 

@@ -23,7 +23,6 @@ from scripts.contract.checks import (
     at_knobs,
     check_lossless,
     check_ragged,
-    check_second_turn,
     settings,
 )  # fmt: skip
 from scripts.contract.harness import tiny
@@ -36,9 +35,7 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 
 # the checks that run at each of a method's settings; of these, one is in every run
-AT_A_SETTING = {k: run.__wrapped__ for k, run in CHECKS.items() if hasattr(run, "__wrapped__")} | dict(
-    turn=check_second_turn
-)
+AT_A_SETTING = {k: run.__wrapped__ for k, run in CHECKS.items() if hasattr(run, "__wrapped__")}
 LONG = ("compiled", "copies", "deep")
 
 

@@ -210,6 +210,37 @@ def test_a_conversation_whose_first_turn_failed_is_a_new_one(monkeypatch):
     assert talk.say("import os", 8, None).tokens == want
 
 
+def test_a_conversation_reads_its_text_again_after_ctrl_c(monkeypatch):
+    """In a step, some layers may hold the token already: fed again, they would hold it twice."""
+    talk, calls, step = E.LLM(TINY, method="h2o", heavy=12, recent=6).conversation(), [], M.layer_step
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 33:  # in the sixth of six layers' steps
+            raise KeyboardInterrupt
+        return step(*args)
+
+    with monkeypatch.context() as m:
+        m.setattr(M, "layer_step", interrupted)
+        turn = talk.say("import os\nimport sys", 12, None)
+    assert turn.batch.interrupted and len(turn.tokens) == 6
+    with pytest.raises(InputError, match="nothing in the cache to save"):
+        talk.llm.save("never")
+    got = talk.say("def f(x):", 5, None).tokens
+    assert got == E.LLM(TINY, method="h2o", heavy=12, recent=6).generate([talk.tokens[:-5]], 5)[0].tokens
+
+
+def test_a_conversation_goes_on_where_a_method_has_no_slots_left():
+    """It reads its text again, and holds more for a turn that needs more."""
+    knobs = dict(method="snapkv", budget=24, recent=8, decode_slots=16)
+    talk = E.LLM(TINY, **knobs).conversation()
+    for new in (10, 10, 10, 30, 10):
+        got = talk.say("import os", new, None).tokens
+    assert len(got) == 10
+    assert got == E.LLM(TINY, **knobs).generate([talk.tokens[:-10]], 10)[0].tokens
+    assert len(E.LLM(TINY, max_seq_len=80, **knobs).generate([[5] * 10], 30)[0].tokens) == 30
+
+
 def test_max_seq_len_is_one_cache_for_all_lengths():
     llm = E.LLM(TINY, max_seq_len=80)
     first = llm.generate([[5] * 10], 5)[0]
@@ -319,6 +350,20 @@ def test_stop_strings_and_a_penalty_from_the_command_line(cli):
     assert free == E.LLM().generate("import os\n", 24, E.Sampling(repetition_penalty=1.3))[0].text
 
 
+def test_turns_before_ctrl_c_are_printed(cli, monkeypatch):
+    fail_after(monkeypatch, 5, KeyboardInterrupt)  # while the second turn is read
+    argv = ["--interactive", "--max-new-tokens", "4", "--json"]
+    code, out, err = cli(G, *argv, stdin=b"import os\nThe code is here\n")
+    assert code == 130 and len(json.loads(out)["tokens"]) == 1 and err.endswith("interrupted\n")
+
+
+def test_standard_input_that_is_closed(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    for argv in (["--prompt", "-"], ["--interactive"]):
+        with pytest.raises(InputError, match="standard input is closed: give --prompt"):
+            G.main(argv)
+
+
 def test_interactive_reset_starts_over(cli):
     argv = ["--interactive", "--max-new-tokens", "4", "--json", "--method", "self_index"]
     stdin = b"import os\nmore\n/reset\nimport os\n"
@@ -407,6 +452,9 @@ def test_random_init_needs_no_checkpoint(monkeypatch, cli):
     code, out, _ = cli(G, "--random-init", "small", "--prompt", "hello", "--max-new-tokens", "3", "--json")
     data = json.loads(out)
     assert code == 0 and data["prompt_tokens"] == [5] and len(data["tokens"][0]) == 3
+    asked = ("--question", "one", "--question", "two", "--max-new-tokens", "3", "--json")
+    code, out, _ = cli(G, "--random-init", "small", "--prompt", "hello", *asked)
+    assert code == 0 and json.loads(out)["prompt_tokens"] == [8, 8] and json.loads(out)["prefill_tokens"] == 11
 
 
 BAD = {
@@ -437,6 +485,7 @@ BAD = {
     "variable without chat": (["--chat-arg", "think=false", "--prompt", "a"], "for the chat template: add --chat"),
     "variable without a value": (["--chat", "--chat-arg", "think", "--prompt", "a"], "--chat-arg 'think' is not of"),
     "profile at a folder": (["--prompt", "a", "--profile", "/tmp"], "--profile: cannot write /tmp: it is a folder"),
+    "profile at a device": (["--prompt", "a", "--profile", "/dev/null"], "it is no ordinary file; name another one"),
     "profile of a long name": (["--prompt", "a", "--profile", "/tmp/" + "x" * 300], "name too long"),
     "weights that do not fit": (["--prompt", "a", "--random-init", "llama-3.3-70b"], "the model needs"),
     "missing file": (["--prompt-file", "/no/such.txt"], "/no/such.txt"),

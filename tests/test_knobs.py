@@ -17,17 +17,20 @@ LABELS = [dict(channels=0), dict(channels=0.0), dict(channels=1.5), dict(channel
 WRONG = dict(
     double_sparsity=LABELS,
     double_sparsity_offload=[*LABELS, dict(budget="p0.9")],
-    expected_attention=[dict(budget=0), dict(sinks=-1), dict(future=0), dict(epsilon=-1.0), dict(safeguard=1.5)],
+    expected_attention=[dict(budget=2), dict(budget=0), dict(sinks=-1), dict(future=0), dict(epsilon=-1.0),
+                        dict(safeguard=1.5)],
     h2o=[dict(heavy=0), dict(recent=0.0), dict(heavy=1.5), dict(budget=10)],
     hshare=[dict(steps=0), dict(layer_ratio=1.5), dict(head_ratio=-0.1), dict(heads="max"), dict(budget=70),
             dict(budget="p0.9")],
     kivi=[dict(k_bits=5), dict(residual=40)],
-    kvzip=[dict(budget=0.0), dict(chunk=0), dict(tail=-1), dict(adaptive="some"), dict(first_stage=2.0)],
+    kvzip=[dict(budget=3), dict(budget=0.0), dict(chunk=0), dict(tail=-1), dict(adaptive="some"),
+           dict(first_stage=2.0)],
     loki=[dict(dims=0.0), dict(dims=40), dict(calibrated="later"), dict(budget="p1.5")],
     ojakv=[dict(rank=0.0), dict(rank=1.1), dict(energy=0.0), dict(energy=1.5), dict(n_start=-1), dict(n_recent=-1),
            dict(update_every=0), dict(query_window=0), dict(important=0.0), dict(important=1.5), dict(eta_prefill=-0.1),
            dict(eta_decode=-1.0), dict(decode_slots=-1), dict(rule="oja"), dict(stale="drop"), dict(keep=0),
            dict(keep=1.5)],
+    palu=[dict(rank=0.0)],
     pyramidkv=[dict(beta=0.5), dict(budget=4)],
     quest=[dict(page=0), dict(budget=0), dict(recent=0), dict(budget="p0"), dict(budget="p0.9", cap=0.0)],
     random=[dict(budget="p0.9")],
@@ -46,7 +49,7 @@ WRONG = dict(
     attention_matching=[dict(keys="all"), dict(queries="some"), dict(samples=0), dict(budget=4, recent=5)],
     knorm=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5)],
     lagkv=[dict(ratio=1.5), dict(sinks=-1), dict(lag=1), dict(ratio=0.01, lag=10)],
-    compactor=[dict(sketch=0), dict(block=1), dict(blend=-1.0), dict(chunk_length=8)],
+    compactor=[dict(budget=8), dict(sketch=0), dict(block=1), dict(blend=-1.0), dict(chunk_length=8)],
     triattention=[dict(buffer=0), dict(reach=0), dict(queries="some"), dict(budget=4, recent=5)],
     tova=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5), dict(heads="q")],
 )  # fmt: skip
@@ -106,7 +109,7 @@ OJAKV = ("adapt=True,n_start=32,n_recent=32,update_every=32,query_window=32,rule
     ("sals-12.5", "sals,rank=0.125,score_rank=0.5,value_bits=2"),
     ("sals-25-4k", "sals,rank=0.25,value_bits=4,budget=512,budget_of=all,sinks=16,recent=64"),
     ("sals-25-32k", "sals,rank=0.25,value_bits=4,budget=1024,budget_of=all,sinks=32,recent=128"),
-    ("sals-25-gsm8k", "sals,rank=0.25,value_bits=4,budget=0.25,budget_of=rest,sinks=0,recent=128"),
+    ("sals-25-gsm8k", "sals,rank=0.25,value_bits=4,budget=0.25,budget_of=rest,sinks=0,recent=128,min_tokens=0"),
     ("ojakv-0.8", f"ojakv,rank=0.8,{OJAKV}"), ("ojakv-0.6", f"ojakv,rank=0.6,{OJAKV}"),
     ("ojakv-snapkv", f"ojakv,rank=0.6,keep=0.5,{OJAKV}"), ("static_pca_h", "ojakv,adapt=False,n_start=32,n_recent=32"),
     ("static_pca", "ojakv,adapt=False,n_start=0,n_recent=0,latent=False"),
@@ -132,6 +135,7 @@ def test_layers_that_the_papers_leave_dense():
     ("sals", {}, (1, 36), "divisible by 8"), ("self_index", {}, (1, 36), "divisible by 8"),
     ("kivi", {}, (1, 36), "divisible by 8"), ("hadamard", dict(group=48), (1, 96), "group=48"),
     ("hadamard", dict(group=64), (1, 96), "group=64"), ("palu", {}, (6, 32), "groups of 4 heads do not divide the 6"),
+    ("palu", dict(group=32, rank=0.461, bits=3), (32, 128), "a rank of 1888 cannot be packed in 3 bits"),
 ])  # fmt: skip
 def test_models_that_a_method_cannot_hold_are_input_errors(name, knobs, sizes, says):
     with pytest.raises(InputError, match=says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from cache.grammar import method_files
 from cache.trace import observe
 from engine import LLM, Sampling
-from kernels.rope import RopeArgs
+from kernels.rope import Rope, RopeArgs, rope_inv_freq
 from runtime.errors import InputError
 from runtime.machine import ROOT, TINY
 from scripts.eval.lm_eval_adapter import KVFast
@@ -79,6 +80,20 @@ def test_longrope_goes_by_what_is_asked_for_and_not_by_the_size_of_a_cache(tmp_p
     llm.read([prompt], 100)
     llm.save(tmp_path / "b")
     assert torch.equal(steps(llm.restore(tmp_path / "b", 24)), longer)
+
+
+def test_longrope_averages_the_rotations_of_the_text_it_is_in():
+    """Where triattention and expected_attention look ahead, keys keep the frequencies that they have."""
+    args = RopeArgs(type="longrope", original_max_position_embeddings=64, factor=4.0, short_factor=(1.0,) * 8,
+                    long_factor=tuple(2.0 + i for i in range(8)))  # fmt: skip
+    rope = Rope(args, 16, 256, 2, 128)
+    rope.set_prompt(torch.tensor([40, 80]))
+    where = torch.tensor([[10, 50, 90, 2000]]).expand(2, -1)
+    cos, _ = rope.mean(where)
+    for row, long in enumerate((False, True)):
+        inv_freq, scale = rope_inv_freq(args, 16, 256, 1000 if long else 1)
+        want = (where[row, :, None].double() * inv_freq).cos().mean(0) * scale
+        assert (cos[row, 0, 0] - want).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -184,6 +199,18 @@ def test_engine_needs_no_command_line():
     code = f"import sys, engine; print([m for m in {unwanted} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_lm_evals_beginning_of_an_answer_goes_on(tmp_path):
+    """Also where lm-eval is not installed."""
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    lm, asked = KVFast(str(folder)), dict(role="user", content="of: of")
+    assert lm.apply_chat_template([asked]) == "<user>of: of</><assistant>"
+    begun = [asked, dict(role="assistant", content="The first of")]
+    assert lm.apply_chat_template(begun, add_generation_prompt=False) == "<user>of: of</><assistant>The first of"
 
 
 @pytest.mark.parametrize("new", [0, 32, 200])

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from loading.checkpoint import random_transformer, save_checkpoint_tensors
 from loading.config import args_from_hf
+from runtime.machine import left_of_groups
 
 ROOT = Path(__file__).parents[1]
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 64
@@ -60,6 +61,17 @@ def growth(method: str, n_layer: int, chunk: int = 0) -> int:
         pytest.skip("the kernel does not let the peak be reset")
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
+
+
+def test_a_containers_limit_counts(tmp_path):
+    """As v1 of control groups has it, and v2."""
+    for folder, most, now, cached in ((tmp_path, "memory.max", "memory.current", "inactive_file"),
+                                      (tmp_path / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                       "total_inactive_file")):  # fmt: skip
+        folder.mkdir(exist_ok=True)
+        (folder / most).write_text("1000\n"), (folder / now).write_text("700\n")
+        (folder / "memory.stat").write_text(f"anon 600\n{cached} 100\n")
+    assert min(left_of_groups(tmp_path)) == 400 and min(left_of_groups(tmp_path / "none")) == 2**62
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")

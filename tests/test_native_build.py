@@ -79,6 +79,7 @@ def test_a_compiled_step_without_a_compiler(refused, monkeypatch, tmp_path):
 @pytest.fixture
 def copier(fresh, monkeypatch, tmp_path):
     """A compiler that takes its time, writes a log, and gives the library that there is."""
+    build.private_path.cache_clear()
     log = tmp_path / "log"
     text = f'echo "$@" >> {log}\nfor x; do out=$x; done\ncase "$*" in *-dM*) ;; *-shared*) head -c 99 {fresh} > $out; '
     text += f"sleep 0.2; cp {fresh} $out;; *) touch $out;; esac"
@@ -89,6 +90,7 @@ def copier(fresh, monkeypatch, tmp_path):
 def forget():
     build.library.cache_clear()
     build._available.cache_clear()
+    build.private_path.cache_clear()
     backend._version_for.cache_clear()
 
 
@@ -130,6 +132,7 @@ def test_a_cache_that_cannot_be_written(copier, monkeypatch, tmp_path):
     access = os.access
     monkeypatch.setattr(os, "access", lambda at, mode: mode != os.W_OK and access(at, mode))  # root may write anywhere
     assert works() and libraries(tmp_path) == []
+    assert build.cache_path("steps") == build.cache_path("steps")  # asked for at every call
     assert build.openmp() != "-lgomp", "torch brings its own"
 
 

@@ -11,8 +11,10 @@ import torch
 from cache.base import connected
 from cache.grammar import method_files
 from cache.spec import make_args, resolve
+from kernels import backend
 from kernels.gather_attention import gather_attention
-from kernels.op import OPERATIONS, bytes_read
+from kernels.op import OPERATIONS, bytes_read, operation
+from kernels.splits import empty_scores
 from kv_methods.full import Full
 from loading.named import named_args
 from model import ModelArgs, Transformer
@@ -113,3 +115,21 @@ def python_calls(method, n_layer):
     model.decode(token, pos)
     sys.setprofile(None)
     return count["call"]
+
+
+def test_what_takes_a_broken_kernels_place_lies_as_it_did(monkeypatch):
+    """A compiled graph relies on the strides of what an operator returns."""
+
+    @operation(fake=lambda x: empty_scores(*x.shape, device=x.device))
+    def toy_scores(x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    @toy_scores.triton
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("it cannot be launched")
+
+    monkeypatch.setattr(backend, "BACKEND", "triton")
+    monkeypatch.setattr(backend, "FALL_BACK", True)
+    for T in (5, 5, 16):
+        out = toy_scores.op(torch.ones(2, 3, T))
+        assert (out == 2).all() and out.stride() == (48, 16, 1)

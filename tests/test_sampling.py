@@ -1,5 +1,7 @@
 """Drawing a token: noise that is a row's own, and each way to cut a distribution, against Hugging Face's."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -195,6 +197,8 @@ def test_bad_stop_strings(llm, stop):
 @pytest.mark.parametrize("bad", [dict(min_p=1.5), dict(min_p=-0.1), dict(repetition_penalty=0.0),
                                  dict(repetition_penalty=float("nan")), dict(min_p="x")], ids=str)  # fmt: skip
 def test_bad_values(bad):
+    with pytest.raises(dataclasses.FrozenInstanceError):  # a compiled step holds it
+        Sampling().temperature = 0.5
     (name,) = bad
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')} "):
         Sampling(**bad)

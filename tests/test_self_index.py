@@ -240,6 +240,15 @@ def test_sinks_by_the_last_query():
         assert sorted(method.sinks.idx.flatten().tolist()) == list(range(favourite - 3, favourite + 4))
 
 
+def test_sinks_are_not_chosen_again_where_weights_are_0():
+    n = 64
+    q, k, v = torch.randn(1, 2, n, 32) * 40, torch.randn(1, 1, n, 32) * 40, torch.randn(1, 1, n, 32)
+    method = layer(dict(sinks=8, budget=1.0, heads="softmax"), 2, 1, 32, 1, 128)
+    method.compress(q, k, v, torch.tensor([n]))
+    score = method._scores(q[:, :, -1], torch.tensor([n - 1]))
+    assert (score[..., :n] == 0).any() and (score.gather(2, method.sinks.idx) == float("-inf")).all()
+
+
 def test_codebook_of_empty_cells_is_finite():
     x = torch.randn(2, 2, 3, 32)  # 3 tokens leave at least 13 of 16 cells empty
     valid = torch.tensor([[True] * 3, [True, False, False]])

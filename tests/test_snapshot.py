@@ -393,3 +393,10 @@ def test_the_command_line_saves_loads_and_asks(cli, llm, tmp_path):
     assert code == 0 and json.loads(out)["text"] == want
     code, out, _ = cli(generate, "--method", KEYS, "--load-cache", file, *both[:2], "--max-new-tokens", 6)
     assert (code, out) == (0, want[0] + "\n")
+    assert json.loads(cli(generate, "--load-cache", file, *both, "--max-new-tokens", 6, "--json")[1])[
+        "prefill_tokens"
+    ] == sum(len(llm.tokenizer.encode_after(None, q, True)) for q in asked)
+    # a flag is of all layers that have the knob, one in the text of its own
+    spec = ("--method", "0-2:tova,budget=20,3-:streaming", "--recent", 7)
+    want = cli(generate, *spec, "--prompt", "import os\n", "--save-cache", file, "--max-new-tokens", 4)[1]
+    assert cli(generate, "--load-cache", file, "--max-new-tokens", 4)[:2] == (0, want)

@@ -141,6 +141,16 @@ def test_a_published_model(name, published):
             assert off < 1e-4, f"apart at {apart}"
 
 
+@pytest.mark.parametrize("spec, says", [
+    ("self_index,keep=full,tail=4,flush=1", "twice 4 drafts exceed the 4 slots in full precision"),
+    ("self_index,keep=full,tail=11,flush=4", "twice 4 drafts exceed the 11 slots"),
+    ("hshare,budget=12,sinks=2,recent=4", "draft at most 3, or give more recent ones"),
+])  # fmt: skip
+def test_more_drafts_than_a_method_can_take_back(spec, says):
+    with pytest.raises(InputError, match=says):
+        tiny(2, 32).setup_cache(spec, 1, 90, 40, drafts=4)
+
+
 @torch.inference_mode()
 def test_draws_have_the_distribution_of_full(refused):
     """20,000 rows of seeds of their own behind one text: the two tokens of a round, by chi-square."""

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def used(llm):
     return isinstance(step, compiled.CompiledStep) and step.graphs is not None
 
 
-def test_a_stored_step_is_used_unasked(llm, steps, capsys):
+def test_a_stored_step_is_used_unasked(llm, steps, capsys, monkeypatch):
+    monkeypatch.setattr(os, "utime", Mock(side_effect=OSError))  # a file system that is only read
     x = llm()
     assert [c.tokens for c in x.generate(PROMPTS, 12)] == steps[1] and used(x)
     assert "loading the decode step that an earlier run compiled: self_index, 2 rows" in capsys.readouterr().err
@@ -65,6 +67,10 @@ def test_other_code_has_other_steps(llm, monkeypatch, tmp_path):
     x.generate(PROMPTS, 4)
     assert not used(x) and x._stored((2, 512, 256), Sampling()) is None
     monkeypatch.delenv("KV_FAST_METHODS")
+    folders = [llm()._stored((2, 512, 256), Sampling()).folder]
+    with monkeypatch.context() as m:
+        m.setattr(stored.SpareCores, "usual", lambda: 99)  # graphs have a number of threads of their own
+        assert llm()._stored((2, 512, 256), Sampling()).folder not in folders
     monkeypatch.setattr(stored, "code", lambda: "edited")
     x = llm()
     x.generate(PROMPTS, 4)

@@ -215,6 +215,18 @@ def test_a_prompt_takes_a_way_of_its_own(own, monkeypatch):
     assert (layer(x).double() - want).abs().max() < 1e-5 * want.abs().max()
 
 
+@pytest.mark.parametrize("sizes", [dict(ffn_dim=72), dict(dim=72), dict(head_dim=24)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_of_sizes_that_are_no_whole_vectors(sizes, dtype):
+    args = dict(dim=64, n_layer=1, n_head=2, n_kv_head=2, head_dim=32, ffn_dim=64, vocab_size=96) | sizes
+    model = random_transformer(ModelArgs(**args), "cpu", dtype)
+    tokens = torch.arange(8).view(1, -1)
+    with torch.inference_mode():
+        got = model(tokens)
+        model.layers[0].plain = False
+        assert (got - model(tokens)).abs().max() < 1e-2 and all(model(tokens[:, :n]).isfinite().all() for n in (1, 2))
+
+
 @pytest.mark.parametrize(
     "bits, dtype", [(4, torch.float32), (8, torch.bfloat16), (16, torch.float32), (16, torch.bfloat16)]
 )
@@ -629,6 +641,23 @@ def test_a_quantized_folder_loads_without_the_original(tied, flags, tmp_path):
     assert (out / "config.json").is_file() and sum(f.stat().st_size for f in out.glob("*.safetensors")) < sum(
         f.stat().st_size for f in source.glob("*.safetensors")
     )
+
+
+def test_a_head_that_is_stored_beside_its_embedding(tmp_path):
+    config = CONFIG | dict(tie_word_embeddings=True)
+    other = lambda by: lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + by})  # noqa: E731
+    source = write(tmp_path, other(0), config)
+    (source / "tokenizer.model.v3").write_text("a tokenizer")
+    out = quantized(source, tmp_path / "out")
+    assert "lm_head.weight" not in load_file(out / "model.safetensors") and (out / "tokenizer.model.v3").exists()
+    assert load_checkpoint(out).tied
+    with pytest.raises(InputError, match="is not the embedding"):
+        quantized(write(tmp_path, other(1), config), tmp_path / "out2")
+
+
+def test_an_infinite_weight_stays_one():
+    for bits in (4, 8):
+        assert quantize(torch.tensor([[float("inf")] + [0.1] * 31]), bits, 32).scale.isinf().all()
 
 
 @pytest.mark.slow

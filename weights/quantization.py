@@ -27,11 +27,11 @@ def quantize(w: Tensor, bits: int, group: int) -> Codes:
     """w [out, in] -> codes of 8 or 4 bits, with fp16 scales, by rounding to nearest."""
     x = w.float().unflatten(1, (-1, group))
     if bits == 8:
-        scale = (x.abs().amax(-1) / 127).clamp(6e-8, 65504).half()
+        scale = (x.abs().amax(-1) / 127).clamp(min=6e-8).half()
         codes = (x / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
         return Codes(codes.flatten(1), scale, None, 8)
     low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
-    scale = ((high - low) / 15).clamp(6e-8, 65504).half()
+    scale = ((high - low) / 15).clamp(min=6e-8).half()
     step = scale.float()
     zero = (-low / step).round().clamp(0, 15)
     codes = (x / step[..., None] + zero[..., None]).round().clamp(0, 15)

@@ -68,7 +68,7 @@ def cache_path(name: str) -> Path:
             if folder.stat().st_uid == os.geteuid():
                 folder.chmod(0o700)  # made under a umask of 002: what others have left in it is not theirs to sign
             else:
-                print(f"note: {folder} belongs to another user: the C++ kernels are compiled again", file=sys.stderr)
+                note_once(f"{folder} belongs to another user: the C++ kernels are compiled at every start")
                 return private_path(name)
         if (folder / name).exists() or os.access(folder, os.W_OK):
             return folder / name
@@ -79,6 +79,7 @@ def cache_path(name: str) -> Path:
     return private_path(name)
 
 
+@functools.cache
 def private_path(name: str) -> Path:
     own = tempfile.mkdtemp(prefix="kv_fast-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)

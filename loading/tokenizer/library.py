@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class LibraryTokenizer(Tokenizer):
         adds_bos: bool,
         template: Callable[[], str],
     ):
-        self.engine = engine
+        self.engine, self.lock = engine, threading.RLock()  # other threads must not see a call's settings
         engine.no_truncation()
         engine.no_padding()
         decoder = "" if engine.decoder is None else engine.decoder.__getstate__().decode()
@@ -68,15 +69,16 @@ class LibraryTokenizer(Tokenizer):
         return self.engine.token_to_id(token)
 
     def encode_text(self, text: str, parse_special: bool, first: bool = True) -> list[int]:
-        self.engine.encode_special_tokens = not parse_special
-        pre = self.engine.pre_tokenizer
-        if first or not isinstance(pre, pre_tokenizers.Metaspace) or pre.prepend_scheme != "first":
-            return self.engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        try:
-            pre.prepend_scheme = "never"
-            return self.encode_text(text, parse_special)
-        finally:
-            pre.prepend_scheme = "first"
+        with self.lock:
+            self.engine.encode_special_tokens = not parse_special
+            pre = self.engine.pre_tokenizer
+            if first or not isinstance(pre, pre_tokenizers.Metaspace) or pre.prepend_scheme != "first":
+                return self.engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            try:
+                pre.prepend_scheme = "never"
+                return self.encode_text(text, parse_special)
+            finally:
+                pre.prepend_scheme = "first"
 
     def piece(self, id: int) -> bytes:
         token = self.engine.id_to_token(id) if id >= 0 else None

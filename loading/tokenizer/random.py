@@ -11,9 +11,13 @@ class RandomVocabulary:
     eos_ids: frozenset[int] = frozenset()
     invalid_bytes = "replace"
     strips_all_leading = False
+    added: dict[int, object] = {}
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         return list(text.encode())
+
+    def encode_after(self, before: Sequence[int] | None, text: str, parse_special: bool = False) -> list[int]:
+        return self.encode(text)
 
     def apply_chat_template(self, messages: Sequence[dict], /, **variables: object) -> str:
         return "".join(m["content"] for m in messages)

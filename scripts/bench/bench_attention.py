@@ -295,7 +295,7 @@ def main() -> None:
     opt, begin = parse_args(), time.monotonic()
     device = opt.device
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000  # one a size
-    known = dict(dtype=str(opt.dtype).removeprefix("torch."), layers=opt.layers)
+    known = dict(dtype=str(opt.dtype).removeprefix("torch."), layers=opt.layers, compile=opt.compile, once=opt.once)
     old: dict[str, list[Any]] = {}
     if opt.resume:
         old = earlier(opt.out, record(device, **known), ("device", "commit", *known), ("rows", "dense"))

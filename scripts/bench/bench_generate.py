@@ -60,6 +60,7 @@ from scripts.bench.our_runs import MODES, Drafting, Ours, Prefill, Restoring
 from scripts.bench.peer_runs import Run, Work
 from scripts.bench.peers import check_peer, peer_runs
 from scripts.shared.options import (
+    PRECISION,
     SPECS_BY_LAYER,
     Steps,
     add_run,
@@ -151,6 +152,11 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
     return rows
 
 
+def speed_of(row: dict[str, Any]) -> float:
+    """Tokens per second, not rounded."""
+    return row["batch"] / statistics.median(row["seconds_per_step"])
+
+
 def compare(rows: list[dict[str, Any]]) -> None:
     """Adds to our rows of one batch and length their ratios to `full` in the same mode, and to the peers."""
     for row in (r for r in rows if "method" in r):
@@ -163,11 +169,11 @@ def compare(rows: list[dict[str, Any]]) -> None:
         if "tokens_per_s" not in row:
             continue
         if same:
-            row["times_full"] = round(row["tokens_per_s"] / same[0]["tokens_per_s"], 3)
+            row["times_full"] = round(speed_of(row) / speed_of(same[0]), 3)
         for key, peer in PEERS.items():
             theirs = [r for r in rows if r["run"].startswith(peer) and "tokens_per_s" in r and r.get("compiled", True)]
             if theirs:  # a peer that could not be compiled is shown, but not compared to
-                row[key] = round(row["tokens_per_s"] / max(r["tokens_per_s"] for r in theirs), 2)
+                row[key] = round(speed_of(row) / max(map(speed_of, theirs)), 2)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -245,6 +251,8 @@ def parse_args() -> argparse.Namespace:
         check_folder(opt.checkpoint, "--peer transformers")
     if opt.peer and (opt.prefill or opt.restore or opt.texts):
         raise InputError("--prefill, --restore and --texts compare methods: drop --peer")
+    if (opt.prefill or opt.restore) and opt.speculate:
+        raise InputError("--prefill and --restore time no decoding: drop --speculate")
     if opt.texts and (len(opt.speculate) != 1 or opt.random_init or min(n for _, n in opt.size) < opt.new + 512):
         raise InputError("--texts needs --speculate with one N, --checkpoint, and a --length of at least --new + 512")
     bridged = [peer.removeprefix("bridge:") for peer in opt.peer if peer.startswith("bridge:")]
@@ -295,7 +303,7 @@ def main() -> None:
         model = load_model(opt, device)
         loaded = dict(load_seconds=time.perf_counter() - start, load_peak_bytes=peak_memory(device))
         known |= precision(opt, model)
-        same = ("device", "commit", "model", "new_tokens", "synthetic", *precision(opt, model))
+        same = ("device", "commit", "model", "new_tokens", "synthetic", *PRECISION)
         old = earlier(opt.out, record(device, **known), same, ("rows",)) if opt.resume else {}
         progress.now("bandwidth and matrix products of this machine")
         limits = ceilings(device, model.dtype, 3)
@@ -316,7 +324,7 @@ def on_texts(opt: argparse.Namespace, known: dict[str, Any]) -> None:
     (n,), known = opt.speculate, known | precision(opt, llm.model) | dict(speculate=opt.speculate[0])
     data = record(llm.model.device, **known, rows=[])
     if opt.resume:
-        data |= earlier(opt.out, data, ("device", "commit", *known), ("rows",))
+        data |= earlier(opt.out, data, ("device", "commit", *known, *PRECISION), ("rows",))
     done = {(r["method"], r["length"], r["text"]) for r in data["rows"]}
     lengths = [length for _, length in opt.size]
     with Steps(total=len(lengths) * len(texts.KINDS) * len(opt.method)) as progress:

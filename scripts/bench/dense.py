@@ -117,7 +117,9 @@ def prepare_dense(
             row["difference"] = difference(call(), q, k, v)
             if not row["difference"] <= TOLERANCE[q.dtype]:
                 raise InputError(f"it does not compute attention: off by {row['difference']:.2g}")
-            ready[name] = repeated(clock.prepare(call), layers)
+            own = [(k, v), *((k.clone(), v.clone()) for _ in range(layers - 1))]  # as each layer of a method has
+            calls = [call, *(dense_calls(q, *kv, compile)[name]() for kv in own[1:])]
+            ready[name] = in_turn([clock.prepare(x) for x in calls])
         except ImportError:
             row["error"] = "not installed"
         except Exception as e:  # backends refuse sizes with many kinds of errors
@@ -126,5 +128,5 @@ def prepare_dense(
     return ready, rows
 
 
-def repeated(call: Call, n: int) -> Call:
-    return call if n == 1 else lambda: [call() for _ in range(n)]
+def in_turn(calls: list[Call]) -> Call:
+    return calls[0] if len(calls) == 1 else lambda: [call() for call in calls]

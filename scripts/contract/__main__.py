@@ -60,10 +60,9 @@ def _lossless(name: str) -> None:
         c.check_lossless(name, shape)
 
 
-def _turn(name: str) -> str | None:
-    """A second turn, fed through decode, continues the cache."""
-    c.check_second_turn(name, class_of(name).lossless, True)
-    return _each(c.check_second_turn)(name)
+def _turn(name: str) -> None:
+    """A second turn, fed through decode, continues the cache, at its `lossless` knobs."""
+    c.check_second_turn(name, class_of(name).lossless)
 
 
 def _compiled(name: str) -> None:

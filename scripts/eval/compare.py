@@ -290,7 +290,8 @@ def markdown(data: Row) -> str:
         for r in here:
             average = f"{100 * mean(r[t] for t in counted):.0f} %" if counted else "-"
             cells.append([f"`{r['method']}`", f"{r['kv_share']:.3f}", f"{r['read_share']:.3f}", average,
-                          against_full(r, here, counted), *(found(r[f"{t}_each"]) for t in tasks)])  # fmt: skip
+                          against_full(r, here, counted),
+                          *(found(r[f"{t}_each"]) if t in r else "-" for t in tasks)])  # fmt: skip
         known = "known" if data["rows"][0]["query_in_prompt"] else "not known"
         title = f"{length} tokens" if length else "the dataset"
         title += f", {' to '.join(map(str, sizes[:: len(sizes) - 1 or 1]))} samples of a task, 95 % intervals by Wilson"
@@ -307,6 +308,7 @@ def draw_pareto(data: Row, axis: str, path: Path) -> None:
 
     by_length = {T: p for T in dict.fromkeys(r["seq_len"] for r in data["rows"]) if (p := points(data, axis, T))}
     if not by_length:
+        path.unlink(missing_ok=True)  # an earlier run's
         return
     fig = Figure(figsize=(5 * len(by_length), 4), layout="constrained")
     for ax, (length, found) in zip(fig.subplots(1, len(by_length), squeeze=False)[0], by_length.items(), strict=True):

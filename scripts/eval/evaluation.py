@@ -118,9 +118,8 @@ class Evaluation:
         """A cache's bytes, their share of full's, and the share of full's bytes that one step reads at `pos`."""
         self.model.cache = self.caches[label]
         used, dense = self.model.kv_bytes(), self.model.kv_bytes_full(self.batch, self.size)
-        s = self.caches[label][0].shape
         read = sum(m.traffic(pos) for m in self.model.cache)
-        whole = 2 * s.max_batch * s.n_kv_head * (pos + 1) * s.head_dim * s.dtype.itemsize * len(self.model.cache)
+        whole = self.model.kv_bytes_full(self.batch, pos + 1)
         return dict(kv_bytes=used, kv_share=round(used / dense, 4), read_share=round(read / whole, 4))
 
     def prefill(self, prompts: list[list[int]]) -> tuple[dict[str, Tensor], Tensor]:

@@ -13,6 +13,7 @@ from fractions import Fraction
 import torch
 
 from model import Transformer
+from runtime.errors import InputError
 
 Ladder = Callable[[int, float], Sequence[str]]  # (tokens, target share) -> specs, from few bytes to many
 
@@ -79,7 +80,7 @@ HELD: dict[str, Ladder] = {
     "knorm": tokens("knorm,budget={}"),
     "qfilters": tokens("qfilters,budget={},recent=32", 32),
     "lagkv": shares("lagkv,lag=128,ratio={}", 100),
-    "compactor": tokens("compactor,budget={}", 8),
+    "compactor": tokens("compactor,budget={}", 12),
     "attention_matching": tokens("attention_matching,budget={}"),
     "triattention": tokens("triattention,buffer=32,budget={}"),
     "razor": shares("razor,window=64,share={}", 100),
@@ -140,6 +141,8 @@ class Sizes:
         """The last setting of a ladder within the target, and its share; if all are above, None and the least share."""
         name, _, knobs = method.partition(",")
         ladder = [f"{spec},{knobs}".rstrip(",") for spec in BY_AXIS[axis][name](self.T, float(target))]
+        if not ladder:
+            raise InputError(f"{method} has no setting for {self.T} tokens: leave it out, or give longer texts")
         low, high = -1, len(ladder)  # within, above
         while high - low > 1:
             middle = (low + high) // 2

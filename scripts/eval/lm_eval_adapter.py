@@ -98,7 +98,14 @@ class KVFast(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True, **_: Any) -> str:
         self.chat = True  # from now on the text has the bos, if there is one
-        return self.tk.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
+        text = self.tk.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
+        if not add_generation_prompt:  # a task's beginning of the answer, which is to go on
+            begun = chat_history[-1]["content"].strip()
+            before, found, _ = text.rpartition(begun)
+            if not found:
+                raise InputError(f"{self.name}: the chat template does not write the beginning of an answer as it is")
+            text = before + begun
+        return text
 
     # ---- requests ----
 

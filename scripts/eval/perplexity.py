@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from statistics import mean
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int)
             pos = pos + 1
             model.maintain(i + 1)
         out[label] = dict(sums=sums.tolist(), recall=shares)
+    for label in ev.noting():
+        out[label]["read"] = ev.bytes(label, cut - 1)["read_share"]
     bar.close()
     return out
 
@@ -148,6 +151,8 @@ def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = means(sums.sum((0, 1)))
     out["by_distance"] = {str(start): means(row) for start, row in zip(BINS, sums.sum(0), strict=True) if row[3]}
     out["windows"] = {k: [round(x, 4) for x in v] for k, v in zip(SUMS, sums.sum(1).T.tolist(), strict=True)}
+    if noted := [p["read"] for p in parts if "read" in p]:
+        out["read_share"] = round(mean(noted), 4)  # what steps read, not the most that they may
     looked = [step for p in parts for step in p["recall"]]
     if looked:
         out["recall_by_layer"] = [round(x, 4) for x in torch.tensor(looked).mean(0).tolist()]
@@ -158,7 +163,9 @@ def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     opt = parse_args()
     ev, ranks = open_evaluation(opt, opt.batch_size), opt.ranks
-    (length,) = opt.lengths[:1]
+    if len(opt.lengths) > 1:
+        raise InputError("--length takes one number here: run the command for each")
+    (length,) = opt.lengths
     if length > (most := ev.model.args.context):
         raise InputError(f"--length {length} exceeds the model's context of {most}")
     with ranks.agreed():

@@ -59,9 +59,15 @@ def read_rows(path: str | Path) -> list[Row]:
             raise InputError(f"row {i + 1} of {path} lacks one of context, question, answer, max_new_tokens, task")
         if isinstance(row["answer"], str | int | float):
             row["answer"] = [row["answer"]]
+        texts = all(isinstance(row[k], str) for k in ("context", "question", "task"))
+        if not texts or type(row["max_new_tokens"]) is not int or not isinstance(row["answer"], list | tuple):
+            raise InputError(f"row {i + 1} of {path}: context, question and task are texts, max_new_tokens is a whole "
+                             "number, answer a text, a number or a list of them")  # fmt: skip
+        if not row["answer"] or row["max_new_tokens"] < 1:
+            raise InputError(f"row {i + 1} of {path} has no answer, or max_new_tokens below 1")
         row["answer_prefix"] = row.get("answer_prefix") or ""
         row.setdefault("length", 0)
-        row.setdefault("index", i)
+        row["index"] = i  # an index of the file's own may be that of a text with several questions
     if not rows:
         raise InputError(f"{path} has no rows")
     return rows
@@ -71,7 +77,8 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def contained(said: str, answers: Sequence[Any], row: Row) -> float:
-    """RULER's metric: the share of the references that the answer contains, ignoring case."""
+    """RULER's metric: the share of the references that the answer contains, ignoring case and, as kvpress does,
+    control characters (RULER: they are line ends)."""
     said = re.sub(r"[\x00-\x1f]", "", said).lower()
     return sum(str(a).lower() in said for a in answers) / len(answers)
 
@@ -132,7 +139,7 @@ def classified(said: str, answer: Any, row: Row) -> float:
 
 
 def first_number(said: str, answer: Any, row: Row) -> float:
-    found = re.findall(r"\d+\.\d+|\d+" if isinstance(answer, float) else r"\d+", said)
+    found = re.findall(r"\d+\.\d+|\d+" if "." in str(answer) else r"\d+", said)
     return float(bool(found) and float(found[0]) == float(answer))
 
 
@@ -147,7 +154,8 @@ def a_word(said: str, answer: Any, row: Row) -> float:
 
 def letter(said: str, answer: Any, row: Row) -> float:
     """Whether the last capital letter of an option, in the first line that has one, is the answer."""
-    found = re.search(r"\b[A-J]\b(?!.*\b[A-J]\b)", said.strip())
+    option = r"\b[A-D]\b" if row["task"].startswith("longbook") else r"\b[A-J]\b"
+    found = re.search(rf"{option}(?!.*{option})", said.strip())
     return float(bool(found) and found[0] == answer)
 
 
@@ -185,7 +193,8 @@ def score(row: Row, said: str) -> float:
     task = row["task"].removesuffix("-e").removesuffix("_e")
     if task in FIRST_LINE:
         said = said.lstrip().split("\n")[0]
-    return float(BY_NAME.get(task, contained)(said.strip(), row["answer"], row))
+    said = said.strip("\n") if task in METRICS[edit_similarity].split() else said.strip()
+    return float(BY_NAME.get(task, contained)(said, row["answer"], row))
 
 
 # ---- the rows of every task ----

@@ -145,7 +145,8 @@ def main() -> None:
     shared = len(ids)
     if opt.question and not opt.query_in_prompt:  # the part that does not depend on the question
         other = llm.encode(f"{text.strip()}\n\n.", chat)
-        shared = next(i for i, (x, y) in enumerate(zip(ids, other, strict=False)) if x != y)
+        pairs = enumerate(zip(ids, other, strict=False))
+        shared = next((i for i, (x, y) in pairs if x != y), min(len(ids), len(other)))
     llm.capacity(len(ids), opt.steps)  # reports a text that does not fit before any work is done
     prompt, fed = ids[:shared], ids[shared:]
     question = len(fed)

@@ -163,7 +163,7 @@ def gpu_commands(gpt_fast: str | None = None) -> dict[str, list[str]]:
                f"{END}{peer} --synthetic --random-init {LLAMA2} --method full double_sparsity --size 8x4096",
                f"{END} --rounds 2 --new 16 --synthetic --random-init {LLAMA3} --size 1x65536 8x16384 1x32768 "
                "--method double_sparsity_offload flexgen double_sparsity_offload-sync"],  # Double Sparsity, Fig. 6
-        prompt=[f"{END} --rounds 1 --warm-up 0 --random-init {LLAMA3} --size 1x131008 --method {ALL}",
+        prompt=[f"{END} --rounds 1 --random-init {LLAMA3} --size 1x131008 --method {ALL}",
                 f"{END} --rounds 2 --prefill --random-init {LLAMA3} --size 1x32768 --method {ALL}",
                 f"{END} --rounds 2 --prefill --random-init {LLAMA3} --size 1x8192 1x16384 1x65536 1x49152 "
                 "--method self_index-7.5"],  # Self-Indexing, Table 3

@@ -20,10 +20,12 @@ SALS_7 = [
 SELF_INDEX_3 = [
     (8192, 1.18, 1.26), (16384, 2.62, 2.75), (32768, 6.18, 6.51), (49152, None, 11.12), (65536, None, 17.70),
 ]  # fmt: skip
-# OjaKV, Figure 2 and Section 6, ms to the first token of 32K: Full KV, OjaKV at rank 0.6
+# OjaKV, Figure 2, ms to the first token of 32K: Full KV, OjaKV with "60% compression". Neither batch nor rank is
+# stated: the 16 GB of Sec. 6.4 are a batch of 4 (Sec. 1), 11.6 of 16 GB .725.
 OJAKV_2 = (2102, 2801)
 # Accuracy: a setting of ours, the paper's table, its model and task, its score and full's, and the command to measure
-# that again, for anyone with a GPU, the model and the data. All of these put the question into the prompt.
+# that again, for anyone with a GPU, the model and the data. The question is in the prompt. SALS's "FEW", called
+# few-shot, is taken for fwe, and OjaKV's "QA" for qa_1.
 KNOWN = "python -m scripts.eval.compare --query-in-prompt --samples 500 --essays FOLDER --squad FILE --hotpotqa FILE"
 NIAH = "niah_single_1,niah_single_2,niah_multikey_1"
 ACCURACY = [

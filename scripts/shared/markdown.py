@@ -23,7 +23,7 @@ def tasks_of(rows: Sequence[Row]) -> list[str]:
 def measuring(rows: Sequence[Row], length: int) -> list[str]:
     """The tasks that count in means at a length: those of which full, if it ran, finds at least half."""
     full = next((r for r in rows if (r["method"], r["seq_len"]) == ("full", length)), {})
-    return [t for t in tasks_of(rows) if full.get(t, 1) >= 0.5]
+    return [t for t in tasks_of([r for r in rows if r["seq_len"] == length]) if full.get(t, 1) >= 0.5]
 
 
 def percent(value: float) -> str:

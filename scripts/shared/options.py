@@ -87,6 +87,9 @@ def layers_of(opt: argparse.Namespace) -> int:
     return read_sizes(opt.checkpoint).n_layer
 
 
+PRECISION = ("dtype", "engine", "weights", "head", "kv_dtype")  # what `precision` may have
+
+
 def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
     """The dtypes and weight formats that a result file records."""
 
@@ -187,9 +190,10 @@ def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[
         return {}
     try:
         old = json.loads(Path(out).read_text())
-        other = [k for k in same if k not in ("commit", "settings") and old[k] != data[k]]
-        if "settings" in same:
-            other += [k for k in data["settings"] if old["settings"].get(k) != data["settings"][k]]
+        other = [k for k in same if k not in ("commit", "settings") and old.get(k) != data.get(k)]
+        if "settings" in same:  # a flag that one of both had is missing in the other's
+            theirs, ours = old["settings"], data["settings"]
+            other += [k for k in theirs | ours if theirs.get(k) != ours.get(k)]
         other += [f"version of {f}" for f in changed(old["commit"], data["command"], "gpu" in data)]
         found = {k: list(old[k]) for k in lists}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as e:
