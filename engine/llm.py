@@ -1,8 +1,4 @@
-"""`LLM`: a model, its tokenizer, a KV-cache method and the decode loop (decode.py).
-
-from engine import LLM
-print(LLM("models/tiny", method="self_index").generate("import os", max_new_tokens=32)[0].text)
-"""
+"""`LLM`: a model, its tokenizer, a KV-cache method and the decode loop (decode.py)."""
 
 from __future__ import annotations
 
@@ -331,18 +327,10 @@ class LLM:
         return out
 
     def _run(
-        self,
-        out: list[Completion],
-        session: Session,
-        prompts: list[list[int]] | None,
-        question: list[int],
-        batch: Batch,
-        keys: list[int] | None = None,
-        *,
-        max_new_tokens: int,
-        stop: Sequence[str],
-        on_text: Callable[[int, str], None] | None,
-    ) -> bool:
+        self, out: list[Completion], session: Session, prompts: list[list[int]] | None, question: list[int],
+        batch: Batch, keys: list[int] | None = None, *,
+        max_new_tokens: int, stop: Sequence[str], on_text: Callable[[int, str], None] | None,
+    ) -> bool:  # fmt: skip
         """`Session.run` into `batch`, and append its completions to `out`. Returns False after Ctrl-C. If a step fails,
         raises `Ended`, or the error itself if there is no text yet."""
         texts, first, error = [self.tokenizer.stream(stop) for _ in batch.tokens], len(out), None
@@ -376,13 +364,9 @@ class LLM:
         return not batch.interrupted
 
     def stream(
-        self,
-        prompt: str | list[int],
-        max_new_tokens: int = 128,
-        sampling: Sampling | None = None,
-        chat: Chat | None = None,
-        stop: str | Sequence[str] = (),
-    ) -> Iterator[str]:
+        self, prompt: str | list[int], max_new_tokens: int = 128, sampling: Sampling | None = None,
+        chat: Chat | None = None, stop: str | Sequence[str] = (),
+    ) -> Iterator[str]:  # fmt: skip
         """Yields the completion of one prompt piece by piece."""
         ids, text = self.encode(prompt, chat), self.tokenizer.stream(stop_strings(stop))
         with self.lock:
