@@ -229,8 +229,8 @@ def available_memory(device: torch.device) -> int:
 
 
 def left_of_groups(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Bytes left of the limits of this process's control groups, as containers have them; the page cache counts as
-    left. 2^62 if there are none."""
+    """Bytes left of the limits of this process's control groups, as containers have them; pages of files that the
+    system can drop count as left. 2^62 if there are none."""
     left = [2**62]
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

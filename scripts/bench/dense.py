@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.dense_attention import decode_attention
 from runtime.errors import InputError
+from runtime.machine import require_memory
 from scripts.shared.timing import Call, Clock, reason, recover
 
 # of the difference between a baseline and attention by definition
@@ -109,6 +110,10 @@ def prepare_dense(
     """All dense attentions that work here, ready to be timed, `layers` layers per call; and one row per one tried."""
     ready: dict[str, Call] = {}
     rows: list[dict[str, Any]] = []
+    # each layer of a method has a cache of its own
+    need = (layers - 1) * 2 * k.nbytes
+    require_memory(need, k.device, f"{layers} dense layers", "lower --batch, --length or --layers")
+    others = [dense_calls(q, k.clone(), v.clone(), compile) for _ in range(layers - 1)]
     for name, make in dense_calls(q, k, v, compile).items():
         row: dict[str, Any] = dict(name=name)
         rows.append(row)
@@ -117,9 +122,7 @@ def prepare_dense(
             row["difference"] = difference(call(), q, k, v)
             if not row["difference"] <= TOLERANCE[q.dtype]:
                 raise InputError(f"it does not compute attention: off by {row['difference']:.2g}")
-            own = [(k, v), *((k.clone(), v.clone()) for _ in range(layers - 1))]  # as each layer of a method has
-            calls = [call, *(dense_calls(q, *kv, compile)[name]() for kv in own[1:])]
-            ready[name] = in_turn([clock.prepare(x) for x in calls])
+            ready[name] = in_turn([clock.prepare(x) for x in (call, *(layer[name]() for layer in others))])
         except ImportError:
             row["error"] = "not installed"
         except Exception as e:  # backends refuse sizes with many kinds of errors
