@@ -461,6 +461,11 @@ class KVMethod(Storage):
         """The most tokens that may be decoded behind a prompt; `maintain` refuses more."""
         return self.shape.max_decoded
 
+    @classmethod
+    def room_if_unknown(cls, args: Any) -> int | None:
+        """`room` of a cache that is set up without max_new_tokens, at the least; None: all of max_seq_len."""
+        return None
+
     def reset(self) -> None:
         """Empty the cache and keep its buffers. Often there is nothing to do, as unwritten slots are never read."""
         if self.notes_reads:

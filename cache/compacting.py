@@ -76,6 +76,9 @@ class Compacting(Evicting):
             self.queries[torch.arange(len(pos), device=pos.device), :, pos % self.lookback] = q
         return super().attend(q, idx, count, pos)
 
+    def room(self):
+        return self.shape.max_decoded if self.every else super().room()
+
     def maintain(self, step):
         if not self.every:
             super().maintain(step)

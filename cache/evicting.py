@@ -245,6 +245,10 @@ class Evicting(KVMethod):
         whole = self.evicts or self.k.shape[2] == self.shape.max_seq_len
         return self.shape.max_decoded if whole else self.decode_slots()
 
+    @classmethod
+    def room_if_unknown(cls, args):
+        return getattr(args, "decode_slots", None)
+
     def maintain(self, step):
         if step > self.room():
             raise InputError(

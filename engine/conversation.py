@@ -30,9 +30,8 @@ class Conversation:
     def _open(self, new: int = 0) -> Session:
         """Get an empty cache for a turn of `new` tokens, which belongs to this conversation until another call takes
         it."""
-        self.session = self.llm.session(1, self.size, None, 0, self.sampling)
-        if self._room() < new:
-            self.session = self.llm.session(1, self.size, new, 0, self.sampling)
+        known = self.llm.new_tokens(new, new)
+        self.session = self.llm.session(1, self.size, known, 0, self.sampling)
         self.session.lag = 0  # the next turn continues exactly where this one stopped
         return self.session
 

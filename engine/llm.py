@@ -221,14 +221,18 @@ class LLM:
                              f"use --max-new-tokens {most - longest} or less")  # fmt: skip
         new = question + max_new_tokens
         exact, wide = (prompt + new, new, new), (round_up(prompt) + round_up(new), round_up(new), new)
-        # one cache for every call, as far as the methods' slots for decoded tokens go
-        slots = min((a.decode_slots for _, a in self.layers if hasattr(a, "decode_slots")), default=new)
-        one = (most, None if new <= slots else min(round_up(new), most - prompt), new)
+        one = (most, self.new_tokens(new, min(round_up(new), most - prompt)), new)
         compiled = wide if wide[0] <= most and not self.max_seq_len else one
         if self.compile or self.max_seq_len:
             return compiled
         stored = self._stored((batch, *compiled[:2]), Sampling.of(sampling))
         return compiled if stored and stored.there else exact
+
+    def new_tokens(self, new: int, most: int) -> int | None:
+        """max_new_tokens of a cache for texts of any lengths, the same for all calls (None) as far as the methods'
+        slots for decoded tokens go: `most` if `new` exceed them."""
+        rooms = [room for cls, args in self.layers if (room := cls.room_if_unknown(args)) is not None]
+        return most if new > min(rooms, default=new) else None
 
     def encode(self, prompt: str | list[int], chat: Chat | None = None) -> list[int]:
         """Token ids of a prompt, given as text or as ids. Raises InputError if it has none.

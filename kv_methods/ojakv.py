@@ -303,6 +303,10 @@ class OjaKV(KVMethod):
         known = self.args.keep is None or self.shape.max_new_tokens is not None
         return self.shape.max_decoded if known else self.args.decode_slots
 
+    @classmethod
+    def room_if_unknown(cls, args):
+        return None if args.keep is None else args.decode_slots
+
     def maintain(self, step):
         """After every `update_every` tokens, turn the bases towards them, then compress them."""
         a, B, n = self.args, self._rows, self.exempt.flush

@@ -219,6 +219,11 @@ class Razor(KVMethod):
         if own:
             self.other.heads, self.heads = torch.tensor(theirs), torch.tensor(own)
 
+    @classmethod
+    def room_if_unknown(cls, args):
+        inner, knobs = inner_method(args.retrieval_method)
+        return inner.room_if_unknown(knobs)
+
     def connect(self, layers):
         if self.other is not None:
             self.other.connect([m.other for m in layers if isinstance(m, Razor) and m.other is not None])

@@ -71,6 +71,10 @@ class SnapKV(Compacting, PromptEvicting):
             return min(self.args.decode_budget + self.every, self.shape.max_decoded)
         return super().decode_slots()
 
+    @classmethod
+    def room_if_unknown(cls, args):
+        return args.decode_slots if args.decode_budget is None else None
+
     def later_scores(self, q, q_pos, k, v, place, filled):
         """Scores of decoded tokens; what is kept of the prompt stays."""
         scores = super().later_scores(q, q_pos, k, v, place, filled)

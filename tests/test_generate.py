@@ -239,6 +239,13 @@ def test_a_conversation_goes_on_where_a_method_has_no_slots_left():
     assert len(got) == 10
     assert got == E.LLM(TINY, **knobs).generate([talk.tokens[:-10]], 10)[0].tokens
     assert len(E.LLM(TINY, max_seq_len=80, **knobs).generate([[5] * 10], 30)[0].tokens) == 30
+    within = "razor,retrieval_method=snapkv:budget=24:recent=8:decode_slots=16"
+    assert len(E.LLM(TINY, within, max_seq_len=80).generate([[5] * 10], 30)[0].tokens) == 30
+
+
+def test_a_conversation_of_a_method_that_evicts_again_reads_no_turn_twice():
+    talk = E.LLM(TINY, method="snapkv", budget=24, recent=8, decode_budget=32, decode_every=16).conversation()
+    assert [talk.say("import os", 60, None).batch.read < 10 for _ in range(3)] == [True] * 3
 
 
 def test_max_seq_len_is_one_cache_for_all_lengths():
