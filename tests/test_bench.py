@@ -507,6 +507,7 @@ def test_restoring_is_timed_and_files_are_measured(cli, how):
         (bench_attention, ["--rounds", "0"]), (bench_attention, ["--resume"]), (bench_attention, ["--size", "4096"]),
         (bench_attention, ["--device", "nothing"]), (bench_generate, ["--texts"]),
         (bench_generate, ["--texts", "--speculate", "4", "--length", "100"]),
+        (bench_generate, ["--texts", "--speculate", "4", "--length", "1024", "--synthetic"]),
         (bench_generate, ["--method", "0-1:full"]), (bench_generate, ["--method", "full", "sals,nothing=1"]),
         (bench_generate, ["--checkpoint", "/no/such/folder"]), (bench_generate, ["--new", "1"]),
         (bench_generate, ["--random-init", "nothing"]), (bench_generate, ["--peer", "nothing"]),

@@ -468,6 +468,10 @@ def test_perplexity_is_that_of_teacher_forcing(cli, tmp_path):
     out.write_text(json.dumps(again))
     status, _, err = cli(perplexity, *argv, "--method", "streaming,recent=16", lossless, "--resume")
     assert status == 2 and "has another kv_dtype" in err
+    out.write_text(json.dumps(data))
+    text.write_text("#" + text.read_text())
+    status, _, err = cli(perplexity, *argv, "--method", "streaming,recent=16", lossless, "--resume")
+    assert status == 2 and "has another inputs" in err
     assert cli(perplexity, *argv[:2], "--length", "64,128", "--decoded", 8)[0] == 2
     status, _, err = cli(perplexity, *argv[:-2], "--length", 10**5, "--decoded", 8)
     assert status == 2 and "error: " in err

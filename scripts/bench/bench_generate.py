@@ -255,6 +255,8 @@ def parse_args() -> argparse.Namespace:
         raise InputError("--prefill and --restore time no decoding: drop --speculate")
     if opt.texts and (len(opt.speculate) != 1 or opt.random_init or min(n for _, n in opt.size) < opt.new + 512):
         raise InputError("--texts needs --speculate with one N, --checkpoint, and a --length of at least --new + 512")
+    if opt.texts and (opt.synthetic or opt.prefill or opt.restore):
+        raise InputError("--texts decodes texts and times nothing: drop --synthetic, --prefill and --restore")
     bridged = [peer.removeprefix("bridge:") for peer in opt.peer if peer.startswith("bridge:")]
     if opt.synthetic and bridged:
         raise InputError("--peer bridge:METHOD reads prompts: drop --synthetic")

@@ -333,7 +333,8 @@ def main() -> None:
     ev, ranks = open_evaluation(opt, opt.batch_size), opt.ranks
     out = Path(opt.out) if opt.out else None
     settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model)
-    settings |= inputs(opt, ev.model, opt.dataset, opt.essays, opt.squad, opt.hotpotqa)
+    settings |= inputs(opt, ev.model, opt.dataset, opt.essays, opt.squad, opt.hotpotqa,
+                       tokens=None if opt.dataset else ev.text_hashes())  # fmt: skip
     data = record(ev.device, **names_of(opt), settings=settings)
     if out and opt.resume and ranks.rank == 0:
         if (out / FILES[1]).exists() and not (out / FILES[0]).exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -94,6 +95,10 @@ class Evaluation:
     @functools.cached_property
     def texts(self) -> dict[str, np.ndarray]:
         return held_out(self.checkpoint)
+
+    def text_hashes(self) -> list[str]:
+        """Hashes of the held-out texts, which are of the packages that this machine has."""
+        return [hashlib.sha256(ids.tobytes()).hexdigest() for ids in self.texts.values()]
 
     @functools.cached_property
     def words(self) -> list[str]:
@@ -219,9 +224,9 @@ def join(opt: argparse.Namespace) -> None:
 def add_flags(p: argparse.ArgumentParser, questions: bool = True) -> None:
     """The flags that evaluations share. questions: whether there are some, which may be known."""
     a = p.add_argument
-    a("--seed", type=int, default=42, help="seed of the samples; default: 42")
-    p.set_defaults(query_in_prompt=False)
+    p.set_defaults(query_in_prompt=False, seed=0)
     if questions:
+        a("--seed", type=int, default=42, help="seed of the samples; default: 42")
         a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     add_precision(p)
     add_calibration(p)

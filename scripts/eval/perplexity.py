@@ -170,9 +170,8 @@ def main() -> None:
         raise InputError(f"--length {length} exceeds the model's context of {most}")
     with ranks.agreed():
         windows = windows_of(ev, opt.text, length, opt.windows)
-    settings = {k: getattr(opt, k) for k in ("method", "text", "decoded", "windows", "batch_size", "recall", "seed")}
-    text = None if opt.text in ("prose", "code") else opt.text
-    settings |= dict(length=length) | precision(opt, ev.model) | inputs(opt, ev.model, text)
+    settings = {k: getattr(opt, k) for k in ("method", "text", "decoded", "windows", "batch_size", "recall")}
+    settings |= dict(length=length) | precision(opt, ev.model) | inputs(opt, ev.model, tokens=windows)
     data = record(ev.device, **names_of(opt), settings=settings)
     resume = opt.resume and ranks.rank == 0
     old = earlier(opt.out, data, ("commit", "fingerprint", "settings"), ("parts",)) if resume else {}

@@ -102,13 +102,13 @@ def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
     return out | (dict(kv_dtype=name(model.kv_dtype)) if model.kv_dtype else {})
 
 
-def inputs(opt: argparse.Namespace, model: Transformer, *files: str | None) -> dict[str, str]:
+def inputs(opt: argparse.Namespace, model: Transformer, *files: str | None, tokens: Any = None) -> dict[str, str]:
     """Hashes of what answers depend on beside the commit and the flags: calibrations, files and folders of text,
-    methods of one's own, and edits that no commit has."""
+    methods of one's own, edits that no commit has, and `tokens`, which come from texts of this machine."""
     found = opt.calibration or ([beside(model.folder)] if model.folder else [])
     paths = [Path(f) for f in (*found, *files) if f]
     texts = [f for p in paths for f in ([p] if p.is_file() else sorted(p.rglob("*.txt")))]
-    h = hashlib.sha256()
+    h = hashlib.sha256(json.dumps(tokens).encode())
     for f in (*texts, *(f for folder in own_folders() for f in sorted(folder.glob("*.py")))):
         h.update(hashlib.sha256(f.read_bytes()).digest())
     return dict(inputs=h.hexdigest()[:16], edits=edits())
