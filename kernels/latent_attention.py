@@ -14,11 +14,17 @@ Unlike other decode attention this is a matrix product followed by a softmax, an
 N tokens and one head, N r latents and r D numbers of the basis, both out of L2, where the latents stay for all heads
 and the basis for all rows: 2 r (N + D) bytes for 2 N r D operations. N = D = 128 are 64 operations a byte: if L2 gives
 5.5 TB/s, 350 of the 989 TFLOP/s. So L2 is the limit (the kernel report counts its bytes); N = 64 would reach 43 a byte,
-N = 256 or two heads per program 85, with twice the accumulators. Angles come from the table by position, 4 D bytes per
-token and head: at r = 256 as much as the latents.
+N = 256 or two heads per program 85, with twice the accumulators. Angles come from the table by position, 2 D bytes of
+fp16 per token and head: at r = 128 as much as the latents.
 
 128 x 128 accumulators are 64 per thread in 8 warps; rotation, prefetched data and the values' tile bring this to some
-230 registers: one program per multiprocessor on an H100, or two with tiles of 64 tokens in 4 warps.
+230 registers: one program per multiprocessor on an H100, which waits for the indices, for both parts of the latents and
+for the angles of every tile, one after the other.
+
+Where a head's columns of the basis fit into shared memory (KEPT: r = 128, sals-12.5 of Llama-3.1-8B), they are read
+once a program, all loads of a tile are issued together while another program computes, and indices a tile before that:
+tiles of 64 tokens in 4 warps, 232 to 254 registers and 105 to 110 KB, two programs per multiprocessor. A token and head
+then take 2 r + 2 D + D bits / 8 bytes of L2 and the scales, 560 instead of 816 at sals-12.5 of Llama-3.1-8B.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton
+from kernels.backend import HIP, tl, triton
 from kernels.dense_attention import masked_attention
 from kernels.latent import LatentTokens, latent_tokens, read_tokens
 from kernels.native import VECTOR
@@ -43,6 +49,7 @@ MAX_BLOCK = 128  # tokens of a tile
 # coordinates of a tile of latents (N x 32) or of the basis (32 x D): 16 KB both, four stages; 64 spill below cc 9
 BLOCK_R = 32
 NUM_STAGES = 4
+KEPT = 32768  # bytes of a head's columns of the basis, at most, that a program keeps in shared memory
 
 
 def latent_attention(
@@ -147,14 +154,34 @@ def _expand(
 
 
 @triton.jit
+def _columns(
+    basis, first: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """A head's columns of R <= BLOCK_R basis vectors, [BLOCK_R, BLOCK_D], its halves apart as in `_expand`."""
+    offs_r, offs_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    channel = offs_c // (BLOCK_D // 2) * (D // 2) + offs_c % (BLOCK_D // 2)
+    real = (offs_r[:, None] < R) & (offs_c % (BLOCK_D // 2) < D // 2)
+    return tl.load(basis + (first + offs_r)[:, None] * WIDTH + channel, mask=real, other=0.0)
+
+
+@triton.jit
+def _expand_by(b_k, latents, row, inside, b_u, R: tl.constexpr):
+    """`_expand` by basis vectors b_u of `_columns`."""
+    offs_r = tl.arange(0, b_u.shape[0])
+    part = tl.load(latents + row[:, None] * R + offs_r, mask=inside[:, None] & (offs_r < R), other=0.0)
+    return dot(part, b_u, b_k)
+
+
+@triton.jit
 def _attend(
-    q, q_head, offs_g, m_i, l_i, acc, token, slot, inside, basis, k, rest, v, pairs, cos, sin, pid_h, rank0, rank1,
-    WIDTH: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    q, q_head, offs_g, m_i, l_i, acc, token, slot, inside, basis, b_u0, b_u1, k, rest, v, pairs, cos, sin, pid_h,
+    rank0, rank1, WIDTH: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """A block of N tokens at positions `token`, in rows `slot` of k [.., R0] and rest [.., R1]: a step of the online
     softmax. Everything is by token first: b_k [N, D] and logits [N, G] stay in the registers of the product that made
-    them. acc [D, G]."""
+    them. acc [D, G]. b_u0, b_u1: the basis by `_columns`, or None."""
     offs_d = tl.arange(0, BLOCK_D)
     # codes are loaded first, to be there when the product is done; 16 bits would take the registers it needs
     if BITS < 16:
@@ -169,8 +196,13 @@ def _attend(
             both = tl.load(pairs + at, mask=inside[:, None] & (offs_u < D // 8), other=0)
 
     b_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    b_k = _expand(b_k, k, slot, inside, basis, rank0, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
-    if R1 > 0:
+    if b_u0 is not None:
+        b_k = _expand_by(b_k, k, slot, inside, b_u0, R0)
+    else:
+        b_k = _expand(b_k, k, slot, inside, basis, rank0, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
+    if b_u1 is not None:
+        b_k = _expand_by(b_k, rest, slot, inside, b_u1, R1)
+    elif R1 > 0:
         b_k = _expand(b_k, rest, slot, inside, basis, rank1, R0, WIDTH, R1, D, BLOCK_D, BLOCK_R)
     k1, k2 = halves(b_k)
     cos += token.to(tl.int64)[:, None] * (D // 2)
@@ -205,8 +237,10 @@ def _latent_attention_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
     RING_BITS: tl.constexpr, BITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_LEAD: tl.constexpr, BLOCK_REST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, split): attention of the group's G query heads over its blocks of tokens."""
+    """Program (row and KV head, split): attention of the group's G query heads over its blocks of tokens. BLOCK_LEAD
+    and BLOCK_REST: padded ranks of the store if its basis vectors are kept, else 0; AHEAD: its loop's stages."""
     pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pid_b, pid_h = pid_bh // H, pid_bh % H
     offs_g, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
@@ -237,19 +271,24 @@ def _latent_attention_kernel(
         inside = block * BLOCK_N + offs_n < in_ring
         slot = pid_b * R + tl.where(inside, token, 0) % R
         m_i, l_i, acc = _attend(
-            q, q_strides[1], offs_g, m_i, l_i, acc, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_pairs,
-            cos, sin, pid_h, ring_rank, 0, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
+            q, q_strides[1], offs_g, m_i, l_i, acc, token, slot, inside, basis, None, None, ring_k, ring_k, ring_v,
+            ring_pairs, cos, sin, pid_h, ring_rank, 0, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
     lo, hi = tl.maximum(lo - ring_blocks * WEIGHT, 0), tl.minimum(hi - ring_blocks * WEIGHT, store_blocks)
-    for block in tl.range(lo, hi, num_stages=1, disable_licm=True):
+    b_u0, b_u1 = None, None
+    if BLOCK_LEAD > 0:
+        b_u0 = _columns(basis, 0, H * D, LEAD, D, BLOCK_D, BLOCK_LEAD)
+    if BLOCK_REST > 0:
+        b_u1 = _columns(basis, LEAD, H * D, REST, D, BLOCK_D, BLOCK_REST)
+    for block in tl.range(lo, hi, num_stages=AHEAD, disable_licm=BLOCK_LEAD == 0):
         token = block * BLOCK_N + offs_n
         inside = token < in_store
         if idx is not None:
             token = tl.load(idx + pid_b * idx_row + token, mask=inside, other=0).to(tl.int32)
         slot = pid_b * T + token
         m_i, l_i, acc = _attend(
-            q, q_strides[1], offs_g, m_i, l_i, acc, token, slot, inside, basis, lead, rest, v, pairs, cos, sin, pid_h,
-            lead_rank, rest_rank, H * D, LEAD, REST, BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
+            q, q_strides[1], offs_g, m_i, l_i, acc, token, slot, inside, basis, b_u0, b_u1, lead, rest, v, pairs,
+            cos, sin, pid_h, lead_rank, rest_rank, H * D, LEAD, REST, BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
 
     l_i = tl.maximum(l_i, 1e-30)  # a program without tokens writes zeros and -inf
@@ -274,9 +313,22 @@ def _large(itemsize: int, bits: int) -> bool:
     return itemsize == 4 or bits == 16
 
 
-def block_size(programs: int, n: int, D: int, itemsize: int, bits: int, device: torch.device) -> int:
-    """Tokens of a tile: MAX_BLOCK, fewer for wide heads and where that many would leave multiprocessors idle."""
-    block = MAX_BLOCK // (2 if _large(itemsize, bits) else 1)
+def _kept(D: int, lead: int, rest: int, itemsize: int, bits: int, chosen: bool, device: torch.device) -> dict[str, int]:
+    """Constants of a store whose basis vectors a program keeps, or does not: before Hopper, shared memory is too small
+    for two such programs."""
+    padded = [max(16, triton.next_power_of_2(r)) if r else 0 for r in (lead, rest)]
+    small = HIP or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0))
+    if small or _large(itemsize, bits) or sum(padded) * max(32, triton.next_power_of_2(D)) * itemsize > KEPT:
+        return dict(BLOCK_LEAD=0, BLOCK_REST=0, AHEAD=1)
+    return dict(BLOCK_LEAD=padded[0], BLOCK_REST=padded[1], AHEAD=3 if chosen else 2)  # indices, then all else
+
+
+def block_size(
+    programs: int, n: int, D: int, itemsize: int, bits: int, device: torch.device, kept: bool = False
+) -> int:
+    """Tokens of a tile: MAX_BLOCK, fewer for wide heads, where that many would leave multiprocessors idle, and for two
+    programs with a kept basis to share a multiprocessor's memory."""
+    block = MAX_BLOCK // (2 if kept or _large(itemsize, bits) else 1)
     block = max(32, min(block, block * 128 // triton.next_power_of_2(D)))
     while block > 32 and programs * triton.cdiv(n, block) < multiprocessors(device):
         block //= 2
@@ -300,8 +352,10 @@ def _launch(
     assert cos.stride()[1:] == sin.stride()[1:] == (D // 2, 1), "a position's angles must be contiguous"
     ranks = dict(RING_RANK=ring_k.shape[2], LEAD=lead.shape[2], REST=rest.shape[2])
     n = K + recent * triton.cdiv(ranks["RING_RANK"], ranks["LEAD"] + ranks["REST"])
-    block = block or block_size(B * H, n, D, q.element_size(), bits, q.device)
+    kept = _kept(D, ranks["LEAD"], ranks["REST"], q.element_size(), bits, idx is not None, q.device)
+    block = block or block_size(B * H, n, D, q.element_size(), bits, q.device, kept["AHEAD"] > 1)
     constants, options = _config(Hq // H, D, ranks["LEAD"], block, q.element_size(), bits)
+    constants |= kept
     options = tuned("_latent_attention_kernel", **{n: constants.pop(n) for n in ("BLOCK_N", "BLOCK_R")}, **options)
     splits = splits or split_count(B * H, n, options["BLOCK_N"], q.device)
     if ring_params is not None:

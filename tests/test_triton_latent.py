@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from operators import call, draw
 
 import kernels.latent as latent
 from kernels.latent import LatentTokens, store_prompt
 from kernels.latent_attention import block_size
+from kernels.op import OPERATIONS
 from kernels.quantize import dequantize, quantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,6 +30,14 @@ def test_block_size():
     cpu = torch.device("cpu")
     assert block_size(64, 4096, 128, 2, 4, cpu) == 128 and block_size(8, 512, 128, 2, 4, cpu) == 32
     assert block_size(256, 448, 128, 2, 4, cpu) == 128, "Llama-2-7B, batch 8 at 4K"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_whose_basis_is_not_kept(seed, monkeypatch):
+    """As for high ranks; test_operators draws low ones."""
+    monkeypatch.setattr("kernels.latent_attention.KEPT", 0)
+    args, (answer,) = draw("latent_attention", "triton", 40 + seed, "usual")
+    answer.check(call(OPERATIONS["latent_attention"], "triton", args), "triton")
 
 
 # ---- one token ----
