@@ -229,8 +229,7 @@ class LLM:
         return compiled if stored and stored.there else exact
 
     def new_tokens(self, new: int, most: int) -> int | None:
-        """max_new_tokens of a cache for texts of any lengths, the same for all calls (None) as far as the methods'
-        slots for decoded tokens go: `most` if `new` exceed them."""
+        """max_new_tokens of a cache for all calls: None as far as slots for decoded tokens go, `most` for more."""
         rooms = [room for cls, args in self.layers if (room := cls.room_if_unknown(args)) is not None]
         return most if new > min(rooms, default=new) else None
 
@@ -396,8 +395,8 @@ class LLM:
 
     def _identity(self) -> dict[str, Any]:
         spec = self.method + "".join(f", {k}={v}" for k, v in self.knobs.items())
-        out = identity(self.model, spec, self.layers, self.source, self.weight_format)
-        return out | dict(given=[self.method, {k: str(v) for k, v in self.knobs.items()}])
+        given = [self.method, {k: str(v) for k, v in self.knobs.items()}]
+        return identity(self.model, spec, self.layers, self.source, self.weight_format) | dict(given=given)
 
     def read(
         self, prompts: str | Sequence[str | list[int]], max_new_tokens: int = 128, sampling: Sampling | None = None,
@@ -437,8 +436,7 @@ class LLM:
         calibration."""
         saved = file if isinstance(file, CacheFile) else CacheFile(file)
         saved.check(self._identity())
-        state = saved.state
-        sampling = Sampling.of(sampling)
+        state, sampling = saved.state, Sampling.of(sampling)
         longest, rows, further = max(map(len, state.prompts)), len(state.prompts), further + state.decoded
         size = self.capacity(longest, max_new_tokens, further, rows, sampling, LEAST)
         with self.lock:
