@@ -21,10 +21,11 @@ fp16 per token and head: at r = 128 as much as the latents.
 230 registers: one program per multiprocessor on an H100, which waits for the indices, for both parts of the latents and
 for the angles of every tile, one after the other.
 
-Where a head's columns of the basis fit into shared memory (KEPT: r = 128, sals-12.5 of Llama-3.1-8B), they are read
-once a program, all loads of a tile are issued together while another program computes, and indices a tile before that:
-tiles of 64 tokens in 4 warps, 232 to 254 registers and 105 to 110 KB, two programs per multiprocessor. A token and head
-then take 2 r + 2 D + D bits / 8 bytes of L2 and the scales, 560 instead of 816 at sals-12.5 of Llama-3.1-8B.
+Where a head's columns of the basis fit into shared memory (KEPT: r = 128 and 256, sals-12.5 and -25 of Llama-3.1-8B),
+they are read once a program, all loads of a tile are issued together, and indices a tile before that. Tiles have 64
+tokens: at r = 128 in 4 warps, 232 to 254 registers and 105 to 110 KB, so that another program computes meanwhile; at
+r = 256 in 8 warps, 233 to 255 registers and 173 to 177 KB, one program. A token and head then take 2 r + 2 D +
+D bits / 8 bytes of L2 and the scales: 560 instead of 816, and 848 instead of 1360.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ MAX_BLOCK = 128  # tokens of a tile
 # coordinates of a tile of latents (N x 32) or of the basis (32 x D): 16 KB both, four stages; 64 spill below cc 9
 BLOCK_R = 32
 NUM_STAGES = 4
-KEPT = 32768  # bytes of a head's columns of the basis, at most, that a program keeps in shared memory
+KEPT = 65536  # bytes of a head's columns of the basis, at most, that a program keeps in shared memory
+SHARED = 32768  # the most of which two programs share a multiprocessor
 
 
 def latent_attention(
@@ -314,13 +316,15 @@ def _large(itemsize: int, bits: int) -> bool:
 
 
 def _kept(D: int, lead: int, rest: int, itemsize: int, bits: int, chosen: bool, device: torch.device) -> dict[str, int]:
-    """Constants of a store whose basis vectors a program keeps, or does not: before Hopper, shared memory is too small
-    for two such programs."""
+    """Constants and options of a store whose basis vectors a program keeps, or does not: before Hopper, shared memory is
+    too small for two such programs."""
     padded = [max(16, triton.next_power_of_2(r)) if r else 0 for r in (lead, rest)]
     small = HIP or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0))
-    if small or _large(itemsize, bits) or sum(padded) * max(32, triton.next_power_of_2(D)) * itemsize > KEPT:
+    held = sum(padded) * max(32, triton.next_power_of_2(D)) * itemsize
+    if small or _large(itemsize, bits) or held > KEPT:
         return dict(BLOCK_LEAD=0, BLOCK_REST=0, AHEAD=1)
-    return dict(BLOCK_LEAD=padded[0], BLOCK_REST=padded[1], AHEAD=3 if chosen else 2)  # indices, then all else
+    ahead = 3 if chosen else 2  # indices, then all else
+    return dict(BLOCK_LEAD=padded[0], BLOCK_REST=padded[1], AHEAD=ahead, num_warps=4 if held <= SHARED else 8)
 
 
 def block_size(
@@ -355,8 +359,8 @@ def _launch(
     kept = _kept(D, ranks["LEAD"], ranks["REST"], q.element_size(), bits, idx is not None, q.device)
     block = block or block_size(B * H, n, D, q.element_size(), bits, q.device, kept["AHEAD"] > 1)
     constants, options = _config(Hq // H, D, ranks["LEAD"], block, q.element_size(), bits)
-    constants |= kept
-    options = tuned("_latent_attention_kernel", **{n: constants.pop(n) for n in ("BLOCK_N", "BLOCK_R")}, **options)
+    tiles = {n: constants.pop(n) for n in ("BLOCK_N", "BLOCK_R")}
+    options = tuned("_latent_attention_kernel", **tiles | options | kept)
     splits = splits or split_count(B * H, n, options["BLOCK_N"], q.device)
     if ring_params is not None:
         ring_v, ring_params = ring_v.view(WORDS[ring_bits]), ring_params.view(torch.int32)
