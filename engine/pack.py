@@ -149,4 +149,6 @@ def expanded(x: Tensor, dtype: torch.dtype) -> Tensor:
         data = zlib.decompress(x.numpy().tobytes())
     except zlib.error as e:
         raise InputError(f"a part of the saved cache is damaged ({e}): save it again") from None
+    if not data:  # numpy's empty array has a stride of 0
+        return torch.empty(0, dtype=dtype)
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype)

@@ -220,7 +220,7 @@ def digest(text: str, tensors: dict[str, Tensor]) -> str:
     """A hash of a text and of the names, dtypes, shapes and bytes of tensors."""
     h = hashlib.sha256(text.encode())
     for name in sorted(tensors):
-        t = tensors[name].detach().cpu().contiguous()
+        t = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)  # of any stride, [1] too
         h.update(f"{name} {t.dtype} {[*t.shape]}".encode())
         h.update(t.flatten().view(torch.uint8).numpy().data)
     return h.hexdigest()

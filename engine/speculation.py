@@ -99,7 +99,8 @@ class Speculator:
             self.model.rewind(pos + n, pos + self.most + 1)
         if len(given) > 1:
             given[1].scatter_(1, block, True)
-        return chosen[:, n - 1].clone()  # a captured graph overwrites its result
+        # a captured graph overwrites its result; of a row alone a plain clone keeps the stride
+        return chosen[:, n - 1].clone(memory_format=torch.contiguous_format)
 
     def adapt(self, kept: int, drafted: int) -> None:
         if self.adaptive and drafted:
@@ -141,7 +142,11 @@ class Speculating(Session):
             end, self.pos = self.pos, self.pos.clamp(max=length)
             self.model.rewind(self.pos, end)
             self.decoded -= over
-            self.fed = self.fed[:-over]
+            self.next, self.fed = torch.where(end > length, self.fed[-over], self.next), self.fed[:-over]
+            if len(self.given) > 1:  # tokens of the text, without those taken back
+                texts = [p + [int(t[row]) for t in self.fed] for row, p in enumerate(self.prompts)]
+                keys, seen = self.given
+                seen.copy_(self.sampling.given(keys, texts, seen.shape[1])[1])
 
     def tokens(self, n: int) -> Iterator[list[int | None]]:
         """The next n tokens of every row, drafted by the method and verified by exact attention in rounds. A round's

@@ -316,8 +316,8 @@ def _large(itemsize: int, bits: int) -> bool:
 
 
 def _kept(D: int, lead: int, rest: int, itemsize: int, bits: int, chosen: bool, device: torch.device) -> dict[str, int]:
-    """Constants and options of a store whose basis vectors a program keeps, or does not: before Hopper, shared memory is
-    too small for two such programs."""
+    """Constants and options of a store whose basis vectors a program keeps, or does not: before Hopper, shared memory
+    is too small for two such programs."""
     padded = [max(16, triton.next_power_of_2(r)) if r else 0 for r in (lead, rest)]
     small = HIP or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0))
     held = sum(padded) * max(32, triton.next_power_of_2(D)) * itemsize

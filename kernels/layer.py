@@ -40,7 +40,8 @@ class Matrix(NamedTuple):
 
 def has_few_rows(x: Tensor) -> bool:
     """Whether a layer should take the operations below for x [..., dim], if its sizes and matrices allow it."""
-    return x.numel() // x.shape[-1] < MANY and version_for(x.device, x.dtype) == "cpp" and not torch.is_grad_enabled()
+    few = 0 < x.numel() // x.shape[-1] < MANY
+    return few and version_for(x.device, x.dtype) == "cpp" and not torch.is_grad_enabled()
 
 
 @operation(

@@ -28,8 +28,8 @@ from runtime.errors import InputError
 
 PRESETS = {
     "self_index-7.5": dict(budget=0.075),  # RULER, Table 2; int(0.075 * (L - 64)) tokens and 64 sinks (published code)
-    # where the published code differs from the paper or from us, but for how sinks are scored and for its budget of 100
-    # decoded tokens: github.com/LfieLike/selfindexingkv
+    # where the published code differs from the paper or from us, but for how sinks are scored, its budget of 100
+    # decoded tokens, the sign of 0 and exact scales: github.com/LfieLike/selfindexingkv
     "self_index-published": dict(
         budget=0.075, min_tokens=0, center="median", sink_queries=1, sinks_in_index=False, tail=1, flush=1
     ),

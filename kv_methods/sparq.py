@@ -137,9 +137,7 @@ class SparQ(Selecting):
     # ---- accounting ----
 
     def score_bytes(self, pos):
-        """r channels of every key; with one copy, whole keys of all tokens that are not attended to anyway, as a cache
-        line holds many channels."""
-        two = self.args.copies == 2
-        read = (pos + 1) * self.r if two else (pos + 1 - self.chosen(pos)) * self.shape.head_dim
+        """r channels of every key; with one copy whole keys, as a cache line holds many channels."""
+        read = (pos + 1) * (self.r if self.args.copies == 2 else self.shape.head_dim)
         mean = 4 * self.shape.head_dim if self.args.mean_value else 0
         return read * self.shape.dtype.itemsize + mean

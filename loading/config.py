@@ -179,6 +179,10 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
                          "runs methods inside transformers' own models")  # fmt: skip
     family = FAMILIES[name]
     c = family.absent | {family.aliases.get(k, k): v for k, v in c.items()}
+    if c.get("rope_parameters") is None:  # null is as good as absent
+        c["rope_parameters"] = family.absent.get("rope_parameters")
+    if c.get("is_causal", True) is None:
+        raise InputError("config.json sets is_causal to null, which transformers takes for false: remove it")
     for key, neutral in NEUTRAL.items():
         if key not in family.reads and c.get(key) is not None and c[key] not in neutral:
             raise InputError(
@@ -358,7 +362,7 @@ def _ropes_from_hf(
     ):
         raise InputError(f"config.json: rope_parameters of a {c['model_type']} must be objects by layer type, without "
                          "rope_scaling beside them")  # fmt: skip
-    own = dict(original_max_position_embeddings=None) if by_type else {}  # an object by type has its own
+    own = dict(original_max_position_embeddings=None)  # an object has its own
     full = read(rope_scaling=None, rope_parameters=by_type.get("full_attention") or scaling, **own)
     local = read(
         rope_scaling=None, rope_parameters=by_type.get("sliding_attention"), rope_theta=c.get(family.local_theta)

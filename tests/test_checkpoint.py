@@ -317,6 +317,7 @@ def test_missing_folder(tmp_path):
 YARN = dict(rope_type="yarn", original_max_position_embeddings=64)
 UNSUPPORTED = {  # changes of the config -> what the message must name
     "attention to both sides": (dict(is_causal=False), "is_causal"),
+    "attention to both sides, too": (dict(is_causal=None), "is_causal to null"),
     "layers that differ": (dict(per_layer_config={"0": {"num_key_value_heads": 1}}), "per_layer_config"),
     "no architecture": (dict(model_type=None), "None"),
     "architecture": (dict(model_type="gemma2"), "gemma2.*llama, mistral, .*qwen3, .*; engine/bridge.py"),
@@ -399,6 +400,12 @@ def test_size_is_absent(key):
         args_from_hf({**CONFIG, key: None})
 
 
+def test_a_family_whose_default_rotation_is_not_plain():
+    absent = {k: v for k, v in CONFIG.items() if k != "rope_theta"} | dict(model_type="ministral3")
+    args = args_from_hf(absent)
+    assert args.rope != RopeArgs() and args_from_hf(absent | dict(rope_parameters=None)) == args
+
+
 NEUTRAL = {
     "explicit defaults": dict(partial_rotary_factor=1.0, logit_scale=1.0, attn_logit_softcapping=None),
     "causal": dict(is_causal=True, per_layer_config=None),
@@ -471,6 +478,7 @@ def test_pickle_is_not_read(folder, tmp_path, monkeypatch):
     (folder / "model.safetensors").write_bytes(payload)
     with pytest.raises(InputError, match="model.safetensors"):
         load_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
     write_index(folder, dict(weight_map={EMBED: "pytorch_model.bin"}))
     with pytest.raises(InputError, match="pytorch_model.bin"):
         load_checkpoint(folder)

@@ -423,6 +423,14 @@ def test_settings_alone(cli, few_texts):
     assert {line.split()[0] for line in out.splitlines()} == {"256"}
 
 
+def test_a_sample_as_long_as_the_context():
+    """The newline before a needle's question is within the context."""
+    ev = Evaluation(TINY, torch.device("cpu"), 1, False, 42, known_model())
+    for task in (*rows.NEEDLES, "key_value"):
+        parts = rows.case(ev, task, ev.model.args.context, 0, 1)
+        assert ev.model.args.context * 0.95 < sum(map(len, parts)) <= ev.model.args.context, task
+
+
 # ---- text ----
 
 

@@ -211,6 +211,16 @@ def test_rope_scaling(kind, tmp_path):
     assert gguf_config(path)["rope_scaling"] == expected
 
 
+def test_rotation_by_layer(tmp_path):
+    """Gemma 3 without a window, as Rnj-1, rotates all layers alike; OLMo 3 may have a second theta."""
+    path = write_gguf(tmp_path / "a.gguf", CONFIG | dict(model_type="gemma3", rope_theta=1e6), model_tensors(CONFIG))
+    assert {rope.theta for rope in args_from_hf(gguf_config(path)).layer_ropes} == {1e6}
+    keys = dict(ARCH__attention__sliding_window=8, ARCH__rope__freq_base_swa=500.0)
+    config = CONFIG | dict(model_type="olmo2", num_hidden_layers=4)
+    path = write_gguf(tmp_path / "b.gguf", config, model_tensors(CONFIG), **keys)
+    assert [rope.theta for rope in args_from_hf(gguf_config(path)).layer_ropes] == [500.0] * 3 + [1e4]
+
+
 # ---- GGUF: refused ----
 
 REFUSED = {
@@ -225,6 +235,8 @@ REFUSED = {
     "alignment": (dict(general__alignment=True), {}, "alignment"),
     "partial rotary": (dict(ARCH__rope__dimension_count=8), dict(model_type="qwen2"), "rope.dimension_count = 8"),
     "longrope": (dict(ARCH__rope__scaling__type="longrope"), {}, "longrope"),
+    "second theta": (dict(ARCH__rope__freq_base_swa=500.0), {}, "freq_base_swa = 500.0 beside"),
+    "no rotation": (dict(ARCH__rope__scaling__finetuned=False), dict(model_type="granite"), "finetuned = False"),
 }
 
 
@@ -667,6 +679,15 @@ def test_plain_folder_and_shards(tmp_path):
     (folder / "2.safetensors").unlink()
     with pytest.raises(InputError, match="2.safetensors"):
         list(open_checkpoint(folder).tensors())
+
+
+def test_a_file_beside_an_index_left_over(tmp_path):
+    """As transformers: `save_pretrained` of one file leaves an earlier index there."""
+    folder = write_folder(tmp_path / "a", CONFIG, None, model_tensors(CONFIG))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map={"x": "old.safetensors"})))
+    assert len(dict(open_checkpoint(folder).tensors())) == len(model_tensors(CONFIG))
+    save_file({"x": torch.zeros(2)}, folder / "old.safetensors")
+    assert "x" not in dict(open_checkpoint(folder).tensors())
 
 
 def test_a_folder_of_one_gguf(tmp_path):

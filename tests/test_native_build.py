@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
@@ -134,6 +135,10 @@ def test_a_cache_that_cannot_be_written(copier, monkeypatch, tmp_path):
     assert works() and libraries(tmp_path) == []
     assert build.cache_path("steps") == build.cache_path("steps")  # asked for at every call
     assert build.openmp() != "-lgomp", "torch brings its own"
+    odd = tmp_path / os.fsdecode(b"m\xfcller")  # a name that is not UTF-8, of a file that is mapped
+    odd.write_bytes(b"0" * 4096)
+    with odd.open("rb") as f, mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ):
+        assert build.openmp() != "-lgomp"
 
 
 def test_without_a_home(copier, monkeypatch):

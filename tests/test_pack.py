@@ -80,7 +80,7 @@ def test_a_smaller_step_rounds_less(read, tmp_path):
     assert worst[1] < worst[0] / 5 and worst[2] < worst[1] / 5 and worst[3] <= worst[2]
 
 
-@pytest.mark.parametrize("method", ["self_index", "kivi", "0:full,1-:h2o", "razor,window=40"])
+@pytest.mark.parametrize("method", ["self_index", "kivi", "0:full,1-:h2o", "razor,window=40", "lagkv"])
 def test_other_buffers_are_coded_without_loss(read, tmp_path, method):
     llm, file, plain = read(method), tmp_path / "small.cache", tmp_path / "plain.cache"
     llm.save(file, 1e-4), llm.save(plain)

@@ -208,6 +208,25 @@ def test_a_conversation_is_full():
         assert said[0] == said[1]
 
 
+def test_what_a_caller_does_not_take_is_gone(tmp_path):
+    """A round feeds tokens that a turn's end leaves over: they decide neither what comes next nor what is penalized."""
+    drafting, full = LLM(method="quest,budget=24,page=8", compile=False, speculate=8), LLM(compile=False)
+    ids, want = PROMPTS[0], full.generate([PROMPTS[0]], 20)[0].tokens
+    for k in range(1, 9):
+        session = drafting.read([ids], 40)
+        got = [row[0] for _, row in zip(range(k), session.rows(20), strict=False)]
+        session.rewind(len(ids) + k)
+        assert got + [row[0] for row in session.rows(5)] == want[: k + 5]
+    said = []
+    for llm in (drafting, full):
+        talk = llm.conversation(Sampling(repetition_penalty=3.0), stop=("e",))
+        said.append([talk.say(f"def f{i}(x):", 16).tokens for i in range(3)])
+        assert set(llm.model.cache.owner.given[1][0].nonzero()[:, 0].tolist()) == set(talk.tokens)
+        llm.save(tmp_path / "x")
+        said[-1].append([row[0] for row in llm.restore(tmp_path / "x", 6).rows(6)])
+    assert said[0] == said[1]
+
+
 def test_a_question_is_read_by_exact_attention():
     question = list(range(20, 33))
     answers = [llm.generate(PROMPTS, 20, questions=[question]) for llm in (LLM(), LLM(method="quest", speculate=3))]

@@ -225,6 +225,8 @@ def test_few_rows_of_sizes_that_are_no_whole_vectors(sizes, dtype):
         got = model(tokens)
         model.layers[0].plain = False
         assert (got - model(tokens)).abs().max() < 1e-2 and all(model(tokens[:, :n]).isfinite().all() for n in (1, 2))
+        model.layers[0].plain = True
+        assert model(tokens[:, :0]).shape == (1, 0, 96)
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,24 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     match arch:
         case "granite":
             config.setdefault("attention_multiplier", head_dim**-0.5)
+            if file.metadata.get(f"{arch}.rope.scaling.finetuned") is False:  # as llama.cpp reads it, there alone
+                raise file.error(f"sets {arch}.rope.scaling.finetuned = False: layers that do not rotate are not "
+                                 "supported")  # fmt: skip
         case "gemma3":  # llama.cpp knows Gemma 3 27B by its layers
             config["query_pre_attn_scalar"] = dim // n_head if n_layer == 62 else head_dim
             config["rope_local_base_freq"] = _real(file, f"{arch}.rope.freq_base_swa", 10_000.0)
+            config.setdefault("layer_types", ["full_attention"] * n_layer)  # without a window
         case "phi3":
             config["partial_rotary_factor"] = rotated / head_dim
             key = f"{arch}.rope.scaling.original_context_length"
             config["original_max_position_embeddings"] = file.number(key, context)
-    config["rope_scaling"] = _rope_scaling(file, arch, config)
+    config["rope_scaling"], theta = _rope_scaling(file, arch, config), config["rope_theta"]
+    local = theta if arch == "gemma3" else _real(file, f"{arch}.rope.freq_base_swa", theta)
+    if local != theta and arch != "olmo2":
+        raise file.error(f"sets {arch}.rope.freq_base_swa = {local} beside a freq_base of {theta}, not supported")
+    if local != theta:
+        full = (config.pop("rope_scaling") or {}) | dict(rope_theta=theta)
+        config["rope_parameters"] = dict(full_attention=full, sliding_attention=dict(rope_theta=local))
     if (key := "tokenizer.ggml.bos_token_id") in file.metadata:
         config["bos_token_id"] = file.number(key)
     if ids := stop_ids(file):

@@ -42,7 +42,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The shards named by the index, or every *.safetensors of the folder that is not a calibration."""
+    """model.safetensors, as transformers has it even beside an index; or the shards named by the index, or every
+    *.safetensors of the folder that is not a calibration."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = read_object(index).get("weight_map")
@@ -52,8 +55,6 @@ def shard_files(folder: Path) -> list[Path]:
         if gone := [f.name for f in files if "\0" in f.name or f.parent != folder or not f.is_file()]:
             raise InputError(f"{index} names {gone[0]!r}, which is not in the folder: download the missing shard")
         return files
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
     files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("calibration"))
     if not files:
         raise InputError(f"no *.safetensors in {folder}: only safetensors and GGUF are read, pickles (*.bin, *.pth) "

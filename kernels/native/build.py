@@ -55,7 +55,7 @@ def run(*command: str) -> str:
 
 def openmp() -> str:
     """The OpenMP library that torch has loaded: the threads of a second one would compete with torch's for cores."""
-    loaded = re.findall(r" (/.*/lib(?:gomp|omp|iomp5)\b.*)", Path("/proc/self/maps").read_text())
+    loaded = re.findall(r" (/.*/lib(?:gomp|omp|iomp5)\b.*)", os.fsdecode(Path("/proc/self/maps").read_bytes()))
     # other packages bring their own, too
     return min(loaded, key=lambda path: "/torch" not in path, default="-lgomp")
 
@@ -134,7 +134,7 @@ def library() -> ctypes.CDLL:
     target = run(cxx, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null")
     sources = (x.read_text() for x in sorted(FOLDER.rglob("*")) if x.suffix in (".h", ".cpp"))
     made_of = (*sources, target, omp, torch.__version__, *FLAGS, *LINKING)
-    key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join(made_of).encode(errors="surrogateescape")).hexdigest()[:16]
     path = cache_path(f"native-{key}.so")
     if not intact(path, key):
         with workshop(path.parent) as folder:

@@ -73,7 +73,7 @@ struct Weighted {
             bool weighs = false;
             for (int g = 0; g < G; g++) {
                 most[g] = *std::max_element(&p[g * M + first], &p[g * M] + end) * seen.scale;
-                weighs |= most[g] >= top[g] + least;
+                weighs |= !(most[g] < top[g] + least);  // NaN, too
             }
             for (int g = 0; g < G; g++)
                 if (weighs) top[g] = std::max(top[g], most[g]);

@@ -73,7 +73,7 @@ struct Seen {
     bool weighs_nothing(int n, float least) {
         for (int g = 0; g < G; g++) {
             const float* row = &p[g * N];
-            if (*std::max_element(row, row + n) * scale >= top[g] + least) return false;
+            if (!(*std::max_element(row, row + n) * scale < top[g] + least)) return false;  // nor if it is NaN
         }
         return true;
     }

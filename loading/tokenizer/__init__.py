@@ -66,7 +66,9 @@ def _load_folder(folder: Folder) -> Tokenizer:
         except (InputError, *MALFORMED):  # nothing needs it
             continue
         if ids != others:
-            trained = names[0] == "tokenizer.json" and name.endswith(".json")
+            added, known = ({t.content for t in tk.added.values()} for tk in (first, other))
+            # the file that trained the model, unless a fine-tune has added tokens to the other
+            trained = names[0] == "tokenizer.json" and name.endswith(".json") and added <= known
             warn_once(f"{folder.path}: {names[0]} and {name} give different tokens; {name if trained else names[0]} is "
                       "read, remove the wrong one")  # fmt: skip
             if trained:

@@ -248,10 +248,12 @@ def case(ev: Any, task: str, T: int, i: int, samples: int) -> tuple[list[int], l
         context, asked = tasks.key_value_case(T)
         return context.ids, asked.query, asked.value
     depth = (i + 0.5) / samples if NEEDLES[task]["n"] == 1 else None
+    newline = ev.tk.encode("\n", bos=False)  # beside the T tokens, as far as the context goes
+    T = min(T, ev.model.args.context - len(newline))
     made = tasks.needle_case(T, depth=depth, digits_only=True, **NEEDLES[task])
     if made is None:
         raise InputError(f"a length of {T} has no room for the needles of {task}")
-    return made[0].ids, ev.tk.encode("\n", bos=False) + made[1][0].query, made[1][0].value
+    return made[0].ids, newline + made[1][0].query, made[1][0].value
 
 
 # ---- several questions on one context ----

@@ -38,7 +38,8 @@ ACCURACY = [
      "qa_1 --method full static_pca_h ojakv-0.8 ojakv-0.6"),
     ("ojakv", "OjaKV, Table 2", "RULER 16K, LongChat-7B", 51, 74, ""),
     ("double_sparsity", "Double Sparsity, Table 2", "perplexity of WikiText-2, Llama-2-7B", 5.76, 5.47,
-     "python -m scripts.eval.perplexity --checkpoint Llama-2-7b --text wiki.test.txt --method full double_sparsity"),
+     "python -m scripts.eval.perplexity --checkpoint Llama-2-7b --text wiki.test.txt --length 4096 --decoded 2048 "
+     "--windows 80 --method full double_sparsity,skip_layers=none,min_tokens=0"),
     ("razor,window=128", "RazorAttention, Table 5", "RULER 16K, Llama-3.1-8B", 92.15, 92.07,
      f"{KNOWN} --checkpoint Llama-3.1-8B-Instruct --lengths 16384 --tasks {NIAH},niah_single_3,niah_multikey_2,"
      "niah_multikey_3,niah_multivalue,niah_multiquery,vt,cwe,fwe,qa_1,qa_2 --method full razor-ruler"),
