@@ -11,6 +11,7 @@ from oracles import rotated
 from cache.base import connected
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class
+from kernels import native
 from model import ModelArgs
 from runtime.errors import InputError
 from scripts.contract.harness import prompt, run, tiny
@@ -211,7 +212,7 @@ def test_offload_without_prediction_is_double_sparsity(knobs):
         beside(method, other, "decode")
     # greedy text repeats itself, and its equal labels tie exactly: of those, either may be taken
     run(model, prompts, 48, torch.stack([prompt(48, seed) for seed in (5, 6, 7, 8)]))
-    assert len(gaps) == 2 * 49 and max(gaps) <= 2e-6  # 1.08e-6 was seen where torch's versions add in another order
+    assert len(gaps) == 2 * 49 and max(gaps) <= (1e-6 if native.available() else 2e-6)  # torch adds in another order
 
 
 def test_prediction_changes_what_is_attended():

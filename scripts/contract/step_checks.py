@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cache.base import connected
+from cache.selecting import Selecting
 from cache.spec import layer_methods
 from engine.snapshot import numbers_of
 from kernels.op import bytes_read
@@ -94,8 +95,7 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
 
 
 def check_traffic(name: str, knobs: Knobs) -> None:
-    """traffic() grows along the text, for 8,192 tokens up to the bytes allocated; it may fall once if short texts are
-    kept in full."""
+    """traffic() grows along the text, up to the bytes allocated; it may fall once if short texts are kept in full."""
     for args, T in ((tiny().args, 128), (LLAMA, 8192)):
         method = meta_method(name, args, 2, T, torch.bfloat16, knobs)
         read = [method.traffic(pos) for pos in range(0, T, max(1, T // 200))] + [method.traffic(T - 1)]
@@ -104,10 +104,10 @@ def check_traffic(name: str, knobs: Knobs) -> None:
             raise Broken(
                 f"traffic(pos) falls along the text {at_knobs(knobs)}, or is not above 0: {read[0]} ... {read[-1]}"
             )
-        # (128 tokens are the least that a share of them is: all are attended to, after they were scored)
         allocated, again = sum(method.nbytes().values()), "rereads" in method.deviates
-        again |= getattr(method, "by_query", False)  # query heads of a group read lists of their own
-        if T > 128 and read[-1] > (2.1 if again else 1.05) * allocated:
+        if isinstance(method, Selecting):  # lists of their own for query heads; or all tokens, after they were scored
+            again |= method.by_query or method.chosen(T - 1) == T
+        if read[-1] > (2.1 if again else 1.05) * allocated:
             raise Broken(
                 f"traffic({T - 1}) is {read[-1]} bytes {at_knobs(knobs)}, its buffers have {allocated}",
                 "it counts what one step reads of the cache, all rows and KV heads of one layer; leave it out to count "
