@@ -99,8 +99,7 @@ class Speculator:
             self.model.rewind(pos + n, pos + self.most + 1)
         if len(given) > 1:
             given[1].scatter_(1, block, True)
-        # a captured graph overwrites its result; of a row alone a plain clone keeps the stride
-        return chosen[:, n - 1].clone(memory_format=torch.contiguous_format)
+        return chosen[:, n - 1].clone()  # a captured graph overwrites its result
 
     def adapt(self, kept: int, drafted: int) -> None:
         if self.adaptive and drafted:

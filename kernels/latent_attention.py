@@ -315,16 +315,19 @@ def _large(itemsize: int, bits: int) -> bool:
     return itemsize == 4 or bits == 16
 
 
-def _kept(D: int, lead: int, rest: int, itemsize: int, bits: int, chosen: bool, device: torch.device) -> dict[str, int]:
+def _kept(
+    D: int, lead: int, rest: int, itemsize: int, bits: int, chosen: bool, device: torch.device
+) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and options of a store whose basis vectors a program keeps, or does not: before Hopper, shared memory
     is too small for two such programs."""
     padded = [max(16, triton.next_power_of_2(r)) if r else 0 for r in (lead, rest)]
     small = HIP or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0))
     held = sum(padded) * max(32, triton.next_power_of_2(D)) * itemsize
     if small or _large(itemsize, bits) or held > KEPT:
-        return dict(BLOCK_LEAD=0, BLOCK_REST=0, AHEAD=1)
+        return dict(BLOCK_LEAD=0, BLOCK_REST=0, AHEAD=1), {}
     ahead = 3 if chosen else 2  # indices, then all else
-    return dict(BLOCK_LEAD=padded[0], BLOCK_REST=padded[1], AHEAD=ahead, num_warps=4 if held <= SHARED else 8)
+    constants = dict(BLOCK_LEAD=padded[0], BLOCK_REST=padded[1], AHEAD=ahead)
+    return constants, dict(num_warps=4 if held <= SHARED else 8)
 
 
 def block_size(
@@ -356,11 +359,11 @@ def _launch(
     assert cos.stride()[1:] == sin.stride()[1:] == (D // 2, 1), "a position's angles must be contiguous"
     ranks = dict(RING_RANK=ring_k.shape[2], LEAD=lead.shape[2], REST=rest.shape[2])
     n = K + recent * triton.cdiv(ranks["RING_RANK"], ranks["LEAD"] + ranks["REST"])
-    kept = _kept(D, ranks["LEAD"], ranks["REST"], q.element_size(), bits, idx is not None, q.device)
+    kept, warps = _kept(D, ranks["LEAD"], ranks["REST"], q.element_size(), bits, idx is not None, q.device)
     block = block or block_size(B * H, n, D, q.element_size(), bits, q.device, kept["AHEAD"] > 1)
     constants, options = _config(Hq // H, D, ranks["LEAD"], block, q.element_size(), bits)
-    tiles = {n: constants.pop(n) for n in ("BLOCK_N", "BLOCK_R")}
-    options = tuned("_latent_attention_kernel", **tiles | options | kept)
+    tiles = {n: constants.pop(n) for n in ("BLOCK_N", "BLOCK_R")}  # what a sweep may change, with the options
+    options, constants = tuned("_latent_attention_kernel", **tiles | options | warps), constants | kept
     splits = splits or split_count(B * H, n, options["BLOCK_N"], q.device)
     if ring_params is not None:
         ring_v, ring_params = ring_v.view(WORDS[ring_bits]), ring_params.view(torch.int32)

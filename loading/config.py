@@ -362,8 +362,10 @@ def _ropes_from_hf(
     ):
         raise InputError(f"config.json: rope_parameters of a {c['model_type']} must be objects by layer type, without "
                          "rope_scaling beside them")  # fmt: skip
-    own = dict(original_max_position_embeddings=None)  # an object has its own
-    full = read(rope_scaling=None, rope_parameters=by_type.get("full_attention") or scaling, **own)
+    full = read(  # an object has its own original_max_position_embeddings
+        rope_scaling=None, rope_parameters=by_type.get("full_attention") or scaling,
+        original_max_position_embeddings=None,
+    )  # fmt: skip
     local = read(
         rope_scaling=None, rope_parameters=by_type.get("sliding_attention"), rope_theta=c.get(family.local_theta)
     )

@@ -150,10 +150,9 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
             key = f"{arch}.rope.scaling.original_context_length"
             config["original_max_position_embeddings"] = file.number(key, context)
     config["rope_scaling"], theta = _rope_scaling(file, arch, config), config["rope_theta"]
-    local = theta if arch == "gemma3" else _real(file, f"{arch}.rope.freq_base_swa", theta)
-    if local != theta and arch != "olmo2":
-        raise file.error(f"sets {arch}.rope.freq_base_swa = {local} beside a freq_base of {theta}, not supported")
-    if local != theta:
+    if arch != "gemma3" and (local := _real(file, f"{arch}.rope.freq_base_swa", theta)) != theta:
+        if config["model_type"] != "olmo3":
+            raise file.error(f"sets {arch}.rope.freq_base_swa = {local} beside a freq_base of {theta}, not supported")
         full = (config.pop("rope_scaling") or {}) | dict(rope_theta=theta)
         config["rope_parameters"] = dict(full_attention=full, sliding_attention=dict(rope_theta=local))
     if (key := "tokenizer.ggml.bos_token_id") in file.metadata:

@@ -76,8 +76,6 @@ def neighbours(options: Options) -> Iterator[Options]:
     for name, x in options.items():
         if name == "num_stages":
             steps, low, high = (x - 1, x + 1), 1, 6
-        elif name in ("BLOCK_LEAD", "BLOCK_REST"):  # padded ranks (latent_attention.py): less would drop coordinates
-            continue
         elif name == "num_warps" or name.startswith("BLOCK"):
             steps, (low, high) = (x // 2, x * 2), (1, 16) if name == "num_warps" else (16, 4096)
         else:
