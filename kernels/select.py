@@ -11,7 +11,7 @@ select is. Four standard deviations below that is the floor (`_floor`); the slot
 wanted, are listed in their order (`_list`); the bisection sees the list alone (`_take`). If the floor is too high,
 which no sample can rule out, the list is the whole row: exact, but slow. The row is read by tiles, so that a few slots
 more than a power of two cost one more tile. One program does all this up to ALONE slots. Longer rows are cut into equal
-chunks, one per program, in two launches: every chunk's list, then its part of what is selected from all lists.
+chunks, one per program, for the lists; a second launch searches and selects, one program a row.
 """
 
 from __future__ import annotations
@@ -210,15 +210,9 @@ def _taken(keys, offs_t, level, cut):
 
 
 @triton.jit
-def _take(
-    scores, mask, want, floor, n_cand, listed, found, idx, count, chunk, size, S, last, rows,
-    TILE: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
-    """The chunk's part of what is taken of a row's n_cand candidates, in order, to its place in idx."""
+def _take(scores, mask, want, floor, n_cand, listed, found, idx, count, size, S, last, rows, LISTED: tl.constexpr):
+    """What is taken of a row's n_cand candidates, in order, to idx."""
     missed = (n_cand < want) & (floor > LOW + 1)  # the floor is too high: every slot is a candidate, and none is listed
-    own = n_cand
-    if S > 1:
-        own = tl.load(found + chunk)
     n_cand, kept = tl.where(missed, last + 1, n_cand), tl.where(missed, 0, n_cand)
     offs_c = tl.arange(0, LISTED)
     keys, _ = _candidates(scores, mask, listed, found, offs_c, n_cand, kept, size, S, last, rows)
@@ -247,23 +241,14 @@ def _take(
             many += tl.sum(_taken(more, offs_t, lo, cut).to(tl.int32))
         before, behind = tl.where(many < want, cut, before), tl.where(many < want, behind, cut)
 
-    # the chunk's own candidates, behind what is taken of the chunks before it
-    begin, start = chunk * size, 0
-    if S > 1:
-        for first in range(0, n_cand, LISTED):
-            more, offs_t = _candidates(scores, mask, listed, found, first + offs_c, n_cand, kept, size, S, last, rows)
-            start += tl.sum((_taken(more, offs_t, lo, cut) & (offs_t < begin)).to(tl.int32))
-    kept, own = tl.where(missed, 0, own), tl.where(missed, tl.minimum(size, last + 1 - begin), own)
-    for first in range(0, own, TILE):
-        offs_o = first + tl.arange(0, TILE)
-        slot = tl.where(offs_o < kept, tl.load(listed + begin + offs_o, mask=offs_o < kept, other=0), begin + offs_o)
-        key = keys_of(scores, mask, slot, last, rows)
-        take = (_taken(key, slot, lo, cut) & (offs_o < own)).to(tl.int32)
-        tl.store(idx + start + tl.cumsum(take, 0) - 1, slot.to(tl.int64), mask=take != 0)
+    start = 0
+    for first in range(0, n_cand, LISTED):
+        more, offs_t = _candidates(scores, mask, listed, found, first + offs_c, n_cand, kept, size, S, last, rows)
+        take = _taken(more, offs_t, lo, cut).to(tl.int32)
+        tl.store(idx + start + tl.cumsum(take, 0) - 1, offs_t.to(tl.int64), mask=take != 0)
         start += tl.sum(take)
-    if chunk == 0:
-        _pad(idx, want, rows.K)
-        tl.store(count, want.to(tl.int64))
+    _pad(idx, want, rows.K)
+    tl.store(count, want.to(tl.int64))
 
 
 @triton.jit
@@ -284,8 +269,8 @@ def _select_alone(
     n_cand = _list(scores, mask, floor, 0, last + 1, last, rows, words, listed, TILE, WORDS)
     tl.debug_barrier()  # the list is written
     _take(
-        scores, mask, want, floor, n_cand, listed, listed, idx + pid_bh * rows.K, count + pid_bh, 0, size, 1, last,
-        rows, TILE, LISTED,
+        scores, mask, want, floor, n_cand, listed, listed, idx + pid_bh * rows.K, count + pid_bh, size, 1, last, rows,
+        LISTED,
     )  # fmt: skip
 
 
@@ -312,12 +297,12 @@ def _list_chunk(
 
 
 @triton.jit
-def _take_chunk(
+def _take_row(
     scores, mask, pos, wanted, listed, found, floors, idx, count, rows, size, S,
-    TILE: tl.constexpr, BLOCK_S: tl.constexpr, LISTED: tl.constexpr,
+    BLOCK_S: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and head, chunk): its part of idx."""
-    pid_bh, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (row and head): from the lists of all chunks."""
+    pid_bh = tl.program_id(0).to(tl.int64)
     pid_b, pid_h = pid_bh // rows.H, pid_bh % rows.H
     want, last = target_of(wanted, pos, pid_b, pid_h, rows)
     scores += pid_b * rows.scores[0] + pid_h * rows.scores[1]
@@ -328,7 +313,7 @@ def _take_chunk(
     n_cand = tl.sum(tl.load(found + offs_s, mask=offs_s < S, other=0))
     _take(
         scores, mask, want, tl.load(floors + pid_bh), n_cand, listed + pid_bh * S * size, found, idx + pid_bh * rows.K,
-        count + pid_bh, chunk, size, S, last, rows, TILE, LISTED,
+        count + pid_bh, size, S, last, rows, LISTED,
     )  # fmt: skip
 
 
@@ -365,11 +350,11 @@ def select(
     words = torch.empty(B * H, S, size // 32, dtype=torch.int32, device=scores.device)
     slots = torch.empty(B * H, S, size, dtype=torch.int32, device=scores.device)
     reading = dict(SAMPLE=sample or _sample(T), SLACK=slack, TILE=tile, WORDS=WORDS)
-    taking = dict(TILE=tile, LISTED=listed or _listed(T, k))
+    listed = listed or _listed(T, k)
     if S == 1:
         _select_alone[(B * H,)](
             scores, mask, pos, wanted, words, slots, idx, count, rows, size,
-            **reading | taking, **tuned("_select_alone", num_warps=WARPS, **limit(taking["LISTED"])),
+            **reading, LISTED=listed, **tuned("_select_alone", num_warps=WARPS, **limit(listed)),
         )  # fmt: skip
         return idx, count
     found = torch.empty(B * H, S, dtype=torch.int32, device=scores.device)
@@ -378,9 +363,9 @@ def select(
         scores, mask, pos, wanted, words, slots, found, floors, rows, size, S,
         **reading, **tuned("_list_chunk", num_warps=WARPS),
     )  # fmt: skip
-    _take_chunk[(B * H, S)](
+    _take_row[(B * H,)](
         scores, mask, pos, wanted, slots, found, floors, idx, count, rows, size, S,
-        BLOCK_S=triton.next_power_of_2(S), **taking, **tuned("_take_chunk", num_warps=_take_warps(taking["LISTED"])),
+        BLOCK_S=triton.next_power_of_2(S), LISTED=listed, **tuned("_take_row", num_warps=_take_warps(listed)),
     )  # fmt: skip
     return idx, count
 
@@ -390,7 +375,7 @@ def _warps(block: int) -> int:
 
 
 def _take_warps(listed: int) -> int:
-    """With 8 warps, 8192 candidates take 181 to 213 registers a thread, so that a multiprocessor holds one program. It
+    """With 8 warps, 8192 candidates take 185 registers a thread, so that a multiprocessor holds one program. It
     holds one of 16 warps as well, each of which has half of the work."""
     return 2 * WARPS if listed > 4096 else WARPS
 

@@ -94,7 +94,7 @@ def test_order_of_extreme_scores(by):
 def test_candidates_are_few(drift):
     """What is listed of a row is little more than is wanted, also where scores drift along the row."""
     T, k, listed = 8192, 512, {}
-    launch = module._take_chunk
+    launch = module._take_row
 
     class Spy:
         def __getitem__(self, grid):
@@ -106,7 +106,7 @@ def test_candidates_are_few(drift):
 
     scores = (rand(0, 1, 1, T) + torch.linspace(0, drift, T, device=DEVICE)).contiguous()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_take_chunk", Spy())
+        patch.setattr(module, "_take_row", Spy())
         pos, wanted = torch.tensor([T - 1], device=DEVICE), torch.tensor([k], device=DEVICE)
         idx, _ = select(scores, None, pos, wanted, k, alone=4096, chunk=4096)
     assert set(idx.flatten().tolist()) == set(scores.topk(k).indices.flatten().tolist())
