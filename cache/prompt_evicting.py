@@ -171,6 +171,7 @@ def chunk_means(scores: Tensor, counted: Tensor, size: int) -> Tensor:
     """The mean score of each token's chunk of `size` tokens, of which those count that counted [B, 1, S] says; -inf for
     others: scores [B, H, S] -> [B, H, S]."""
     S, both = scores.shape[2], (scores.masked_fill(~counted, 0), counted.float())
+    size = min(size, S)
     total, n = (F.pad(x, (0, -S % size)).unflatten(2, (-1, size)).sum(3) for x in both)
     means = (total / n.clamp(min=1)).repeat_interleave(size, 2)[:, :, :S]
     return means.masked_fill(~counted, float("-inf"))

@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.backend import tl, triton
 from kernels.gather_attention import gather_rows
 from kernels.op import operation, slots
-from kernels.quantize import GROUP, WORDS, dequantize, quantize
+from kernels.quantize import GROUP, dequantize, quantize
 from kernels.tiles import dot, encode_groups, scale_zero
 from kernels.tuned import tuned
 
@@ -40,11 +40,11 @@ class LatentTokens(NamedTuple):
         return self.values[0], self.values[1] if self.bits < 16 else None
 
 
-def latent_tokens(latents: tuple[Tensor, ...], v: Tensor, params: Tensor | None) -> LatentTokens:
-    """LatentTokens of the buffers that an operation takes: each 32 channels have a pair of params, the rest has one."""
+def latent_tokens(latents: tuple[Tensor, ...], v: Tensor, params: Tensor | None, width: int) -> LatentTokens:
+    """LatentTokens of the buffers that an operation takes; width: n*D."""
     if params is None:
         return LatentTokens(latents, (v,), 16)
-    return LatentTokens(latents, (v, params), next(b for b in WORDS if v.shape[2] * 8 <= params.shape[2] * GROUP * b))
+    return LatentTokens(latents, (v, params), v.shape[2] * 8 // width)
 
 
 def write_tokens(tokens: LatentTokens, row: Tensor, slot: Tensor, latents: Tensor, values: Tensor) -> None:
@@ -136,7 +136,8 @@ def _latent_append(
     latents: Tensor, values: Tensor, pos: Tensor, ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,
     lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None, bits: int, recent: int,
 ) -> None:  # fmt: skip
-    ring, store = latent_tokens((ring_k,), ring_v, ring_params), latent_tokens((lead, rest), v, params)
+    width = math.prod(values.shape[1:])
+    ring, store = latent_tokens((ring_k,), ring_v, ring_params, width), latent_tokens((lead, rest), v, params, width)
     R, T = ring_k.shape[1], lead.shape[1]
     row, old = torch.arange(len(pos), device=pos.device), pos - recent
     old_latents, old_values = read_tokens(ring, (old % R)[:, None])

@@ -95,7 +95,8 @@ def _latent_attention(
     v: Tensor, params: Tensor | None, pos: Tensor, idx: Tensor | None, count: Tensor | None, cos: Tensor, sin: Tensor,
     ring_bits: int, bits: int, recent: int,
 ) -> Tensor:  # fmt: skip
-    ring, store = latent_tokens((ring_k,), ring_v, ring_params), latent_tokens((lead, rest), v, params)
+    n = basis.shape[1]
+    ring, store = latent_tokens((ring_k,), ring_v, ring_params, n), latent_tokens((lead, rest), v, params, n)
     k, values, _, mask = expand_tokens(basis, ring, store, pos, idx, count, cos, sin, recent, q.shape[2])
     return masked_attention(q, k, values, mask[:, None])
 

@@ -238,7 +238,8 @@ def launch(
         block = block_size(B * H, K + sinks + ring, triton.next_power_of_2(D) * q.element_size(), q.device)
         block = block if bits == 16 else min(block, UNPACKED)
     options = tuned("_packed_gather_attention_kernel", BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
-    splits = splits or split_count(B * H, K + sinks + ring, options["BLOCK_N"], q.device)
+    wave = 2 if bits == 16 else 4  # unpacking waits for latency and arithmetic, not for memory: all that fit
+    splits = splits or split_count(B * H, K + sinks + ring, options["BLOCK_N"], q.device, wave)
     part, lse = parts_of(q, splits)
     if bits < 16:  # as words of 8 channels, and pairs of scale and zero
         k, v = k.view(WORDS[bits]), v.view(WORDS[bits])

@@ -16,6 +16,8 @@ chunks, one per program, for the lists; a second launch searches and selects, on
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ TILE, WARPS = 1024, 8  # keys at a time: four per thread, 16 bytes
 # spill, to make room for more programs than there are. 128 are two programs a multiprocessor, and so are 88.
 ALONE_REGISTERS = {4096: 128, 8192: 255}
 WORDS = 256  # words of 32 flags written at a time: one per thread
-SAMPLE, LONG = 1024, 65536  # keys of a sample; rows from LONG on, whose list would be long, take four times as many
+SAMPLE, LONG = 1024, 65536  # keys of a sample; twice as many above ALONE, four times from LONG on: shorter lists
 SLACK = 16  # keys of the sample by which the floor may be too low
 LISTED = 8192  # most candidates held in registers; more are read again at every step
 
@@ -210,7 +212,10 @@ def _taken(keys, offs_t, level, cut):
 
 
 @triton.jit
-def _take(scores, mask, want, floor, n_cand, listed, found, idx, count, size, S, last, rows, LISTED: tl.constexpr):
+def _take(
+    scores, mask, want, floor, n_cand, listed, found, idx, count, size, S, last, rows,
+    TILE: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
     """What is taken of a row's n_cand candidates, in order, to idx."""
     missed = (n_cand < want) & (floor > LOW + 1)  # the floor is too high: every slot is a candidate, and none is listed
     n_cand, kept = tl.where(missed, last + 1, n_cand), tl.where(missed, 0, n_cand)
@@ -241,9 +246,9 @@ def _take(scores, mask, want, floor, n_cand, listed, found, idx, count, size, S,
             many += tl.sum(_taken(more, offs_t, lo, cut).to(tl.int32))
         before, behind = tl.where(many < want, cut, before), tl.where(many < want, behind, cut)
 
-    start = 0
-    for first in range(0, n_cand, LISTED):
-        more, offs_t = _candidates(scores, mask, listed, found, first + offs_c, n_cand, kept, size, S, last, rows)
+    start, offs_o = 0, tl.arange(0, TILE)
+    for first in range(0, n_cand, TILE):  # read again: to write them all at once takes more registers than there are
+        more, offs_t = _candidates(scores, mask, listed, found, first + offs_o, n_cand, kept, size, S, last, rows)
         take = _taken(more, offs_t, lo, cut).to(tl.int32)
         tl.store(idx + start + tl.cumsum(take, 0) - 1, offs_t.to(tl.int64), mask=take != 0)
         start += tl.sum(take)
@@ -270,7 +275,7 @@ def _select_alone(
     tl.debug_barrier()  # the list is written
     _take(
         scores, mask, want, floor, n_cand, listed, listed, idx + pid_bh * rows.K, count + pid_bh, size, 1, last, rows,
-        LISTED,
+        TILE, LISTED,
     )  # fmt: skip
 
 
@@ -299,7 +304,7 @@ def _list_chunk(
 @triton.jit
 def _take_row(
     scores, mask, pos, wanted, listed, found, floors, idx, count, rows, size, S,
-    BLOCK_S: tl.constexpr, LISTED: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_S: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head): from the lists of all chunks."""
     pid_bh = tl.program_id(0).to(tl.int64)
@@ -313,7 +318,7 @@ def _take_row(
     n_cand = tl.sum(tl.load(found + offs_s, mask=offs_s < S, other=0))
     _take(
         scores, mask, want, tl.load(floors + pid_bh), n_cand, listed + pid_bh * S * size, found, idx + pid_bh * rows.K,
-        count + pid_bh, size, S, last, rows, LISTED,
+        count + pid_bh, size, S, last, rows, TILE, LISTED,
     )  # fmt: skip
 
 
@@ -349,8 +354,8 @@ def select(
     S, size = _chunks(T, alone, chunk, tile)
     words = torch.empty(B * H, S, size // 32, dtype=torch.int32, device=scores.device)
     slots = torch.empty(B * H, S, size, dtype=torch.int32, device=scores.device)
-    reading = dict(SAMPLE=sample or _sample(T), SLACK=slack, TILE=tile, WORDS=WORDS)
-    listed = listed or _listed(T, k)
+    sample = sample or _sample(T)
+    reading, listed = dict(SAMPLE=sample, SLACK=slack, TILE=tile, WORDS=WORDS), listed or _listed(T, k, sample)
     if S == 1:
         _select_alone[(B * H,)](
             scores, mask, pos, wanted, words, slots, idx, count, rows, size,
@@ -365,7 +370,8 @@ def select(
     )  # fmt: skip
     _take_row[(B * H,)](
         scores, mask, pos, wanted, slots, found, floors, idx, count, rows, size, S,
-        BLOCK_S=triton.next_power_of_2(S), LISTED=listed, **tuned("_take_row", num_warps=_take_warps(listed)),
+        TILE=tile, BLOCK_S=triton.next_power_of_2(S), LISTED=listed,
+        **tuned("_take_row", num_warps=_take_warps(listed)),
     )  # fmt: skip
     return idx, count
 
@@ -375,8 +381,8 @@ def _warps(block: int) -> int:
 
 
 def _take_warps(listed: int) -> int:
-    """With 8 warps, 8192 candidates take 185 registers a thread, so that a multiprocessor holds one program. It
-    holds one of 16 warps as well, each of which has half of the work."""
+    """With 8 warps, 8192 candidates take more than 128 registers a thread, so that a multiprocessor holds one program.
+    It holds one of 16 warps as well, each of which has half of the work."""
     return 2 * WARPS if listed > 4096 else WARPS
 
 
@@ -387,7 +393,7 @@ def _chunks(T: int, alone: int, chunk: int, tile: int) -> tuple[int, int]:
 
 
 def _sample(T: int) -> int:
-    return SAMPLE if T < LONG else 4 * SAMPLE
+    return SAMPLE * (1 if T <= ALONE else 2 if T < LONG else 4)
 
 
 def limit(listed: int) -> dict[str, int]:
@@ -395,6 +401,9 @@ def limit(listed: int) -> dict[str, int]:
     return {} if HIP else dict(maxnreg=next(n for most, n in ALONE_REGISTERS.items() if listed <= most))
 
 
-def _listed(T: int, k: int) -> int:
-    """Room for the list of k wanted slots of T, with a margin for a floor that is low, as a power of two."""
-    return min(LISTED, triton.next_power_of_2(k + T // 16))
+def _listed(T: int, k: int, sample: int) -> int:
+    """Room for the list of k wanted slots of T, as a power of two: the floor is four standard deviations of the sample
+    low, and the sample may be two more off."""
+    share = k / T
+    margin = (6 * (share * (1 - share) * sample) ** 0.5 + SLACK) / sample
+    return min(LISTED, triton.next_power_of_2(k + math.ceil(margin * T)))

@@ -25,14 +25,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else ASSUMED_SMS
 
 
-def split_count(programs: int, n: int, block: int, device: torch.device) -> int:
+def split_count(programs: int, n: int, block: int, device: torch.device, wave: int = 2) -> int:
     """The number of parts to split n tokens into, so that `programs` x parts fill the card.
 
-    Two programs per multiprocessor are a wave. Takes the fewest parts whose waves are 95 % as full as the best that any
-    number of parts reaches (FlashDecoding's rule): a part costs its partial output, an idle multiprocessor costs more.
-    A part is at least one block of `block` tokens.
+    wave: programs per multiprocessor, which may hold more. Takes the fewest parts whose waves are 95 % as full as the
+    best that any number of parts reaches (FlashDecoding's rule): a part costs its partial output, an idle
+    multiprocessor costs more. A part is at least one block of `block` tokens.
     """
-    wave = 2 * multiprocessors(device)
+    wave *= multiprocessors(device)
     most = max(1, min(triton.cdiv(n, block), MAX_SPLITS))
     full = [programs * s / (wave * triton.cdiv(programs * s, wave)) for s in range(1, most + 1)]
     return next(s for s, share in enumerate(full, 1) if share >= 0.95 * max(full))

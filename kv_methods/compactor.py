@@ -34,7 +34,7 @@ class Compactor(PromptEvicting):
         recent: int = knob(4, "last tokens of a prompt, kept and left out of the statistics (kvpress: 4)", low=0)
         sinks: int = knob(8, "first tokens, likewise (kvpress: 8)", low=0)
         block: int = knob(256, "tokens that attend to each other (kvpress: 256; compactor-vllm: 128)", 2)
-        sketch: int = knob(48, "dimensions of the sketch of keys (kvpress: 48)", 1)
+        sketch: int = knob(48, "dimensions of the sketch of keys (kvpress: 48)", 1, 4096)
         blend: float = knob(0.5, "weight of leverage beside attention (compactor-vllm: 0.5; kvpress: share dropped)", 0)
         seed: int = knob(0, "seed of the sketch", 0)
         adaptive: bool = knob(True, "share a layer's budget over its KV heads by score (compactor-vllm)")

@@ -128,7 +128,8 @@ class Palu(KVMethod):
         rope.shorten(shape.dtype)
         width = s * shape.head_dim
         # all layers, keys and values alike: "uniform" of the published code
-        self.rank = min(width, max(1, round(args.rank * width / MULTIPLE)) * MULTIPLE)
+        rank = max(1, round(args.rank * width / MULTIPLE)) * MULTIPLE
+        self.rank = width if args.rank == 1 else min(width, rank)
         if args.bits < 16 and (self.rank % MULTIPLE or not has_hadamard(self.rank)):
             raise InputError(f"palu: a rank of {self.rank} cannot be packed in {args.bits} bits: use bits=16")
         self.keys, self.values = (

@@ -15,7 +15,7 @@ COVER = (
     "sals,budget=p0.9", "sals-25", "ojakv-0.6", "double_sparsity_offload", "razor", "self_index", "quest", "palu-30",
     "h2o", "kivi-2", "sparq", "skip_softmax",
 )  # fmt: skip
-FEW = ("--models", "llama-3.1-8b", "--sizes", "8x32768", "8x12288", "--methods", *COVER, "--weights", "int4")
+FEW = ("--models", "llama-3.1-8b", "--sizes", "8x32832", "8x12288", "--methods", *COVER, "--weights", "int4")
 EXPERTS = ("--models", "qwen3-30b-a3b", "--methods", "full", "--weights", "--sizes", "1x1000", "--files", "experts")
 
 

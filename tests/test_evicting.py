@@ -112,6 +112,7 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "attention_matching-omp": ("attention_matching", dict(budget=0.3, keys="omp"), (2, 1, 64), (10, 50)),
     "attention_matching-recent": ("attention_matching", dict(budget=14, keys="omp", recent=6), (1, 2, 32), (5, 40)),
     "snapkv-chunks": ("snapkv", dict(budget=24, recent=4, chunk_length=5), (3, 2, 32), (1, 5, 23, 24, 25, 60)),
+    "snapkv-one-chunk": ("snapkv", dict(budget=24, recent=4, chunk_length=10**9), (3, 2, 32), (25, 60)),
     "snapkv-chunks-cut": ("snapkv", dict(budget=0.3, recent=3, chunk_length=4, pool="avg"), (2, 1, 64), (10, 60)),
     "rocket-default": ("rocket", {}, (2, 2, 32), (31, 60)),
     "rocket-number": ("rocket", dict(budget=16, recent=4, page=2, kernel=7), (3, 2, 32), (1, 5, 15, 16, 17, 60)),

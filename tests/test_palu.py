@@ -22,6 +22,7 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths, steps, the rank that follows
     "half": (dict(rank=0.5), (2, 4, 32), (1, 20), 4, 64),
     "thirty": (dict(rank=0.7), (1, 8, 32), (9,), 3, 96),
     "per-head": (dict(rank=0.5, group=1), (2, 2, 64), (3, 12), 3, 32),
+    "all-of-40": (dict(rank=1.0, group=1), (2, 2, 40), (3, 12), 3, 40),  # no multiple of 32
     "joint": (dict(rank=0.25, group=100), (1, 4, 32), (12,), 3, 32),
     "fewer-heads": (dict(rank=0.5), (4, 2, 32), (7,), 3, 32),
     "3-bits": (dict(rank=0.5, bits=3), (1, 4, 32), (2, 15), 4, 64),
@@ -160,6 +161,7 @@ def test_bytes_are_those_of_the_paper(name, share):
 
 OPERATOR = [  # bits, groups, KV heads a group, g, D, r, T, positions
     (16, 2, 4, 4, 64, 96, 70, (0, 69)),
+    (16, 2, 1, 2, 40, 40, 33, (32,)),
     (3, 1, 2, 3, 32, 32, 40, (33,)),
     (4, 2, 1, 1, 128, 64, 600, (31, 599)),
     (2, 1, 2, 2, 96, 160, 50, (49,)),

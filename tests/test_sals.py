@@ -24,6 +24,7 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "softmax": (dict(budget=12, sinks=2, recent=4, score="softmax"), (4, 2, 32), (3, 40)),
     "softmax-fraction": (dict(rank=0.125, budget=0.2, sinks=0, recent=1, score="softmax"), (1, 3, 32), (2, 50)),
     "8-bits": (dict(value_bits=8, budget=14, sinks=2, recent=6), (2, 1, 128), (30,)),
+    "one-group-of-16": (dict(value_bits=4, budget=14, sinks=2, recent=6), (2, 1, 16), (4, 30)),
     "16-bits": (dict(value_bits=16, budget=14, sinks=2, recent=6), (2, 2, 32), (4, 30)),
     "more-than-half": (dict(rank=0.75, score_rank=0.25, budget=14, sinks=2, recent=6), (2, 2, 32), (25,)),
     "score-rank-all": (dict(rank=0.25, score_rank=1.0, budget=10, sinks=0, recent=3), (2, 2, 32), (3, 25)),

@@ -110,7 +110,7 @@ def test_candidates_are_few(drift):
         pos, wanted = torch.tensor([T - 1], device=DEVICE), torch.tensor([k], device=DEVICE)
         idx, _ = select(scores, None, pos, wanted, k, alone=4096, chunk=4096)
     assert set(idx.flatten().tolist()) == set(scores.topk(k).indices.flatten().tolist())
-    assert k <= listed["n"] < module._listed(T, k)
+    assert k <= listed["n"] < module._listed(T, k, module.SAMPLE)
 
 
 @pytest.mark.parametrize("T", [4160, 16384, 16385, 33000])

@@ -1,7 +1,7 @@
 """Registers, spills, shared memory and occupancy of every launched Triton kernel, without a GPU.
 
     python -m tests.audit.kernel_report --one
-    python -m tests.audit.kernel_report --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
+    python -m tests.audit.kernel_report --cc 90 --models llama-3.1-8b --sizes 8x32832 --methods sals-12.5 kivi-2
     python -m tests.audit.kernel_report --methods mine.py                          # a method's file, anywhere
 
 Another Triton is compared with the one that is installed by its unpacked wheel:

@@ -46,7 +46,7 @@ METHODS = (
 # with `full` only, since the method makes no difference to the kernels of weights
 WEIGHTS = ("bf16", "int8", "int4")
 # rows x slots, the last NEW of which are for a reply; together they take every path of kernels/select.py
-SIZES = ("8x32768", "1x32768", "8x12288", "1x1000")
+SIZES = ("8x32832", "1x32832", "8x12288", "1x1000")
 NEW, LAYERS = 64, 2
 CHECKED = (3, 5, 9)  # tokens of a check: a GPU reads K and V once for each 64 query heads of a group
 
@@ -193,7 +193,7 @@ def converse(launches: Launches, model: str, method: str, weights: str | None, b
 
 
 def recorded(models: list[str], methods: list[str], weights: list[str], sizes: list[str]) -> Launches:
-    """The launches of every model with every method, and with the packed weights, at sizes such as "8x32768"."""
+    """The launches of every model with every method, and with the packed weights, at sizes such as "8x32832"."""
     caches = [*((m, None) for m in methods), *(("full", w) for w in weights)]
     work = [(m, *c, *map(int, size.split("x"))) for m in models for size in sizes for c in caches]
     with recording() as launches:

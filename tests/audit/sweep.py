@@ -1,7 +1,7 @@
 """Tries other launch options and blocks of kernels, and writes what was faster to the table that launchers read.
 
-    python -m tests.audit.sweep --methods sals-12.5 self_index --sizes 8x32768
-    python -m tests.audit.sweep --cc 90 --kernels _page_score --methods quest --sizes 8x32768 --out tried.json
+    python -m tests.audit.sweep --methods sals-12.5 self_index --sizes 8x32832
+    python -m tests.audit.sweep --cc 90 --kernels _page_score --methods quest --sizes 8x32832 --out tried.json
 
 Each operation that a prompt, a step and its maintenance call is called again with other warps, stages and blocks of its
 kernels, one change after the other as long as one is faster. --cc tries the sweep itself on any machine: what counts is
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--models", nargs="*", default=["llama-3.1-8b"], help="models with these shapes")
     p.add_argument("--methods", nargs="*", default=["full"], help="methods and presets, or files, with knobs")
-    p.add_argument("--sizes", nargs="*", default=["8x32768"], metavar="BxT", help="rows x slots")
+    p.add_argument("--sizes", nargs="*", default=["8x32832"], metavar="BxT", help="rows x slots")
     p.add_argument("--kernels", nargs="*", help="only these (default: all that are launched)")
     p.add_argument("--cc", type=int, help="without a card: the compute capability to compile for, 90 = H100")
     p.add_argument("--out", default=str(TABLE), help="the table (default: what launchers read); others' rows are kept")
