@@ -26,6 +26,3 @@ class Random(Selecting):
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
             x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
         return (x ^ (x >> 16)).float()
-
-    def traffic(self, pos):
-        return super().traffic(pos) + self.number.nbytes + self.slot.nbytes
