@@ -316,10 +316,10 @@ def parse_args() -> Any:
     a("--method", nargs="+", metavar="NAME", help="methods, presets or specs: measure what they need; default: all")
     a("--data", nargs="+", metavar="FILE", help="UTF-8 text files; default: English and Python on this machine")
     a("--samples", type=int, metavar="N", help=f"number of sequences; default: {SAMPLES} (the SALS paper: 512)")
-    a("--seq-len", type=int, default=0, metavar="N", help="tokens of a sequence; default: 2048, or the model's context "
+    a("--seq-len", type=int, metavar="N", help="tokens of a sequence; default: 2048, or the model's context "
       "if shorter")  # fmt: skip
     n_help = f"random tokens, repeated {REPEATS} times (for razor); default: {RANDOM}, or 1/8 of a shorter context"
-    a("--random-tokens", type=int, default=0, metavar="N", help=n_help)
+    a("--random-tokens", type=int, metavar="N", help=n_help)
     a("--quick", action="store_true", help=f"by default {QUICK_SAMPLES} sequences and {QUICK_RANDOM} random tokens")
     a("--seed", type=int, default=0, help="seed that places the sequences in the text; default: 0")
     a("--import-channels", metavar="FILE", help="no pass: take Double Sparsity's published channel lists (JSON)")
@@ -352,9 +352,11 @@ def main() -> None:
         if ranks.rank == 0:
             save(out, source, args, *found, opt.bases, opt.json)
         return
-    seq_len = opt.seq_len or min(2048, args.context)
+    seq_len = min(2048, args.context) if opt.seq_len is None else opt.seq_len
     samples = (QUICK_SAMPLES if opt.quick else SAMPLES) if opt.samples is None else opt.samples
-    n_random = opt.random_tokens or min(QUICK_RANDOM if opt.quick else RANDOM, args.context // (2 * REPEATS))
+    n_random = opt.random_tokens
+    if n_random is None:
+        n_random = min(QUICK_RANDOM if opt.quick else RANDOM, args.context // (2 * REPEATS))
     limits = {"--seq-len": (seq_len, 2, args.context), "--samples": (samples, 1, 1 << 30),
               "--seed": (opt.seed, 0, 1 << 62), "--random-tokens": (n_random, 2, args.context // REPEATS)}  # fmt: skip
     for name, (value, low, high) in limits.items():

@@ -182,9 +182,14 @@ def test_attention_goes_on_where_it_stopped(cli, config, tmp_path):
     first = attention(cli, config, "--method", "full", *argv)
     both = attention(cli, config, "--method", "full", "streaming", "--resume", *argv)
     assert both["rows"][0] == first["rows"][0] and both["rows"][1]["method"] == "streaming"
+    more = attention(cli, config, "--method", "full", "--resume", *argv, "--rounds", 4)
+    assert {r["method"]: len(r["operator"]["each"]) for r in more["rows"]} == dict(full=4, streaming=2)
     out.write_text(out.read_text().replace('"float32"', '"bfloat16"'))
     status, _, err = cli(bench_attention, "--model", config, "--dtype", "fp32", "--resume", *argv)
     assert status == 2 and "another dtype" in err
+    out.write_text("[1]")
+    status, _, err = cli(bench_attention, "--model", config, "--dtype", "fp32", "--resume", *argv)
+    assert status == 2 and "is no result of this script" in err
 
 
 def test_every_method_runs_once(cli, config):
@@ -508,7 +513,9 @@ def test_restoring_is_timed_and_files_are_measured(cli, how):
         (bench_attention, ["--device", "nothing"]), (bench_generate, ["--texts"]),
         (bench_generate, ["--texts", "--speculate", "4", "--length", "100"]),
         (bench_generate, ["--texts", "--speculate", "4", "--length", "1024", "--synthetic"]),
-        (bench_generate, ["--method", "0-1:full"]), (bench_generate, ["--method", "full", "sals,nothing=1"]),
+        (bench_generate, ["--texts", "--speculate", "4", "--length", "1024", "--acceptance", "1"]),
+        (bench_generate, ["--time-limit", "nan"]), (bench_generate, ["--method", "0-1:full"]),
+        (bench_generate, ["--method", "full", "sals,nothing=1"]),
         (bench_generate, ["--checkpoint", "/no/such/folder"]), (bench_generate, ["--new", "1"]),
         (bench_generate, ["--random-init", "nothing"]), (bench_generate, ["--peer", "nothing"]),
         (bench_generate, ["--peer", "gpt-fast:/no/such/folder"]), (bench_generate, ["--warm-up", "-1"]),

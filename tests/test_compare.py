@@ -289,6 +289,9 @@ def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypa
     assert rows == [[]] * 2 + [[["needle"]] * 2] * 2 + [[["needle", "repeats"]] * 2]  # what all settings have answered
     for name in ("samples.jsonl", "table.md"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
+    before = {f.name: f.read_bytes() for f in whole.iterdir()}
+    status, _, err = cli(compare, *argv, "--batch-size", 10**6, "--out", whole)
+    assert status == 2 and "lower --at-once" in err and before == {f.name: f.read_bytes() for f in whole.iterdir()}
     status, _, err = cli(compare, *argv, "--seed", 5, "--resume", "--out", parts)
     assert status == 2 and "another seed" in err
     calibration = tmp_path / "c.safetensors"
@@ -366,11 +369,15 @@ def test_rows_of_a_file_are_counted_and_checked(tmp_path):
     file, row = tmp_path / "x.jsonl", dict(task="t", index=0, context="a", question="b?", answer="c", max_new_tokens=3)
     file.write_text("".join(json.dumps(row | dict(question=q)) + "\n" for q in "de"))
     assert [r["index"] for r in read_rows(file)] == [0, 1]  # two questions about one text have two scores
-    for wrong, says in ((dict(answer=[]), "has no answer"), (dict(max_new_tokens="3"), "is a whole number"),
-                        (dict(question=None), "are texts"), (dict(answer=dict(a=1)), "answer a text")):  # fmt: skip
+    for wrong, says in ((dict(answer=[]), "has no answer"), (dict(max_new_tokens="3"), "whole numbers"),
+                        (dict(length=[1]), "whole numbers"), (dict(question=None), "are texts"),
+                        (dict(answer_prefix=5), "are texts"), (dict(answer=dict(a=1)), "answer a text"),
+                        (dict(all_classes=5), "all_classes a list")):  # fmt: skip
         file.write_text(json.dumps(row | wrong))
         with pytest.raises(InputError, match=says):
             read_rows(file)
+    file.write_text(json.dumps(row | dict(context="a\u2028b\x85c"), ensure_ascii=False) + "\n")  # these end no line
+    assert read_rows(file)[0]["context"] == "a\u2028b\x85c"
 
 
 def test_a_length_whose_tasks_were_not_all_asked():

@@ -367,6 +367,7 @@ def test_a_file_that_fails_is_told_why(tmp_path, cli):
     ("", [], "must define one KVMethod subclass, found 0"),
     ("import nothing_of_this_name", [], ".py:1 does not import: ModuleNotFoundError"),
     (TOY, ["--only", "speed"], "no check 'speed': did you mean saved? use some of lossless,"),
+    (TOY, ["--only", "ragged", "--kernels"], "each say which checks run"),
     (None, [], "is not a file"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(source, args, message, tmp_path, cli):

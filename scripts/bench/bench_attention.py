@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -299,7 +300,15 @@ def main() -> None:
     old: dict[str, list[Any]] = {}
     if opt.resume:
         old = earlier(opt.out, record(device, **known), ("device", "commit", *known), ("rows", "dense"))
-        old["rows"] = [r for r in old.get("rows", []) if settled(r)]
+        wanted = {*itertools.product(opt.model, opt.size, opt.method)}  # with as many rounds, and with stages
+
+        def less(r: dict[str, Any]) -> bool:
+            few = len(r["operator"]["each"]) < opt.rounds or (opt.stages and "append" not in r)
+            return few and (r["model"], (r["batch"], r["length"]), r["method"]) in wanted
+
+        old["rows"] = [
+            r for r in old.get("rows", []) if settled(r) and (opt.once or "operator" not in r or not less(r))
+        ]
     done = {(r["model"], r["batch"], r["length"], r["method"]) for r in old.get("rows", [])}
     grid = [(m, b, n, [t for t in opt.method if (m, b, n, t) not in done])
             for m in opt.model for b, n in opt.size]  # fmt: skip

@@ -235,10 +235,15 @@ def parser() -> Parser:
 def parse_args() -> argparse.Namespace:
     opt = parser().parse_args()
     check_run(opt)
+    for several in (opt.mode, opt.peer, opt.speculate, opt.acceptance or []):
+        several[:] = dict.fromkeys(several)  # equal runs would share their times
     if opt.warm_up < 0:
         raise InputError(f"--warm-up {opt.warm_up} is below 0")
     if opt.new < 2:
         raise InputError(f"--new {opt.new} is below 2: steps are timed after the first token; give 2 or more")
+    if opt.texts and (opt.synthetic or opt.prefill or opt.restore or opt.acceptance or opt.time_limit):
+        raise InputError("--texts decodes texts and times nothing: drop --synthetic, --prefill, --restore, "
+                         "--acceptance and --time-limit")  # fmt: skip
     if opt.acceptance and not opt.speculate:
         raise InputError("--acceptance is the chance that a draft is right: add --speculate N")
     opt.acceptance = opt.acceptance or [0.8]
@@ -255,8 +260,6 @@ def parse_args() -> argparse.Namespace:
         raise InputError("--prefill and --restore time no decoding: drop --speculate")
     if opt.texts and (len(opt.speculate) != 1 or opt.random_init or min(n for _, n in opt.size) < opt.new + 512):
         raise InputError("--texts needs --speculate with one N, --checkpoint, and a --length of at least --new + 512")
-    if opt.texts and (opt.synthetic or opt.prefill or opt.restore):
-        raise InputError("--texts decodes texts and times nothing: drop --synthetic, --prefill and --restore")
     bridged = [peer.removeprefix("bridge:") for peer in opt.peer if peer.startswith("bridge:")]
     if opt.synthetic and bridged:
         raise InputError("--peer bridge:METHOD reads prompts: drop --synthetic")
@@ -305,7 +308,7 @@ def main() -> None:
         model = load_model(opt, device)
         loaded = dict(load_seconds=time.perf_counter() - start, load_peak_bytes=peak_memory(device))
         known |= precision(opt, model)
-        same = ("device", "commit", "model", "new_tokens", "synthetic", *PRECISION)
+        same = ("device", "commit", "model", "new_tokens", "synthetic", "speculate", *PRECISION)  # the last of --texts
         old = earlier(opt.out, record(device, **known), same, ("rows",)) if opt.resume else {}
         progress.now("bandwidth and matrix products of this machine")
         limits = ceilings(device, model.dtype, 3)

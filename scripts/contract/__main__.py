@@ -209,6 +209,7 @@ def interpret_own(name: str) -> None:
 
 def main() -> int:
     parser = Parser(__doc__)
+    parser.allow_abbrev = False  # --kernels is looked for before
     a = parser.add_argument
     a("method", nargs="?", help="path of a method's file, or a name of kv_methods/; with knobs: NAME,K=V")
     a("--only", metavar="CHECK", action="append", help=f"run only these, as ragged,poison, of {', '.join(CHECKS)}")
@@ -227,6 +228,8 @@ def main() -> int:
     only = ",".join(args.only).split(",") if args.only else []
     if unknown := [x for x in only if x not in CHECKS]:
         raise InputError(f"no check {unknown[0]!r}: {did_you_mean(unknown[0], CHECKS)}use some of {', '.join(CHECKS)}")
+    if (args.kernels or args.slow) and only or args.kernels and args.slow:
+        raise InputError("--only, --slow and --kernels each say which checks run: give one of them")
     name = load(args.method)
     if args.kernels:
         interpret_own(name)

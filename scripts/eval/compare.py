@@ -197,6 +197,11 @@ class Run:
         n = self.opt.batch_size
         return [groups[j : j + n] for groups in self.groups.values() for j in range(0, len(groups), n)]
 
+    def check_memory(self, specs: Sequence[str]) -> None:
+        need = int(sum(self.sizes.of(s)[0] for s in specs) * self.sizes.full[0])
+        what = f"a cache for each of {len(specs)} settings"
+        require_memory(need, self.ev.device, what, "lower --at-once or --batch-size")
+
     def answer(self, store: Store) -> None:
         """Ask what is not in the store yet: group by group of settings, tasks in order, a batch of contexts at a time.
         Each rank takes its own batch."""
@@ -208,9 +213,7 @@ class Run:
             if not units:
                 continue
             todo = [s for s in part if wanted[s]]
-            need = int(sum(self.sizes.of(s)[0] for s in todo) * self.sizes.full[0])
-            what = f"a cache for each of {len(todo)} settings"
-            require_memory(need, ev.device, what, "lower --at-once or --batch-size")
+            self.check_memory(todo)
             ev.setup({s: (s, {}) for s in todo}, self.size, self.new)
             every = ev.caches
 
@@ -353,6 +356,9 @@ def main() -> None:
             for c in run.missing:
                 print(f"{c['seq_len']}  {c['method']} at {c['axis']} {c['target']}: {c['least']} at least")
         return
+    for run in runs:  # before anything of an earlier run is replaced
+        for i in range(0, len(run.specs), opt.at_once):
+            run.check_memory(run.specs[i : i + opt.at_once])
     if out and ranks.rank == 0:
         out.mkdir(exist_ok=True)
         write_json(out / FILES[0], data)

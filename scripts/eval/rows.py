@@ -50,7 +50,7 @@ def read_rows(path: str | Path) -> list[Row]:
             raise InputError(f"cannot read {path}: {e}") from None
     else:
         try:
-            rows = [json.loads(line) for line in read_text(path).splitlines() if line.strip()]
+            rows = [json.loads(line) for line in read_text(path).split("\n") if line.strip()]
         except ValueError as e:
             raise InputError(f"{path} is not a .jsonl file ({e}): give one JSON object per line") from None
     for i, row in enumerate(rows):
@@ -59,14 +59,16 @@ def read_rows(path: str | Path) -> list[Row]:
             raise InputError(f"row {i + 1} of {path} lacks one of context, question, answer, max_new_tokens, task")
         if isinstance(row["answer"], str | int | float):
             row["answer"] = [row["answer"]]
-        texts = all(isinstance(row[k], str) for k in ("context", "question", "task"))
-        if not texts or type(row["max_new_tokens"]) is not int or not isinstance(row["answer"], list | tuple):
-            raise InputError(f"row {i + 1} of {path}: context, question and task are texts, max_new_tokens is a whole "
-                             "number, answer a text, a number or a list of them")  # fmt: skip
+        row["answer_prefix"], row["length"] = row.get("answer_prefix") or "", row.get("length") or 0
+        texts = all(isinstance(row[k], str) for k in ("context", "question", "task", "answer_prefix"))
+        numbers = all(type(row[k]) is int for k in ("max_new_tokens", "length"))
+        lists = all(isinstance(x, list | tuple) for x in (row["answer"], row.get("all_classes") or []))
+        if not (texts and numbers and lists):
+            raise InputError(f"row {i + 1} of {path}: context, question, task and answer_prefix are texts, "
+                             "max_new_tokens and length whole numbers, answer a text, a number or a list of them, "
+                             "all_classes a list")  # fmt: skip
         if not row["answer"] or row["max_new_tokens"] < 1:
             raise InputError(f"row {i + 1} of {path} has no answer, or max_new_tokens below 1")
-        row["answer_prefix"] = row.get("answer_prefix") or ""
-        row.setdefault("length", 0)
         row["index"] = i  # an index of the file's own may be that of a text with several questions
     if not rows:
         raise InputError(f"{path} has no rows")

@@ -130,9 +130,12 @@ def shapes(name: str) -> ModelArgs:
 def parse_lengths(text: str) -> list[int]:
     """--lengths 1024,2048 as a list."""
     try:
-        return [int(n) for n in text.split(",")]
+        found = list(dict.fromkeys(int(n) for n in text.split(",")))
     except ValueError:
-        raise InputError(f"--lengths {text} is not a list such as 512,1024") from None
+        found = [0]
+    if min(found) < 1:
+        raise InputError(f"the length {text} is no whole number above 0, or list of them such as 512,1024")
+    return found
 
 
 def parse_shares(flag: str, text: str) -> list[Fraction]:
@@ -175,7 +178,8 @@ def check_run(opt: argparse.Namespace) -> None:
         opt.size = [(int(b), int(n)) for b, n in (text.split("x") for text in opt.size)]
     if min(opt.rounds, *(n for size in opt.size for n in size)) < 1:
         raise InputError("--batch, --length, --size and --rounds must be at least 1")
-    if opt.time_limit is not None and opt.time_limit <= 0:
+    opt.size = list(dict.fromkeys(opt.size))
+    if opt.time_limit is not None and not opt.time_limit > 0:
         raise InputError(f"--time-limit {opt.time_limit:g} leaves no time: give seconds above 0, or leave it out")
     check_out_of(opt)
 
@@ -196,10 +200,11 @@ def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[
             other += [k for k in theirs | ours if theirs.get(k) != ours.get(k)]
         other += [f"version of {f}" for f in changed(old["commit"], data["command"], "gpu" in data)]
         found = {k: list(old[k]) for k in lists}
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as e:
+        devices = old["device"].split(" and ")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as e:
         raise InputError(f"--resume: {out} is no result of this script ({reason(e)})") from None
     if other:
         raise InputError(f"--resume: {out} has another {other[0]}: drop --resume, or give another --out")
     data["commit"] = old["commit"]
-    data["device"] = " and ".join(dict.fromkeys([*old["device"].split(" and "), data["device"]]))
+    data["device"] = " and ".join(dict.fromkeys([*devices, data["device"]]))
     return found
