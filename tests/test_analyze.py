@@ -205,6 +205,7 @@ def test_all_analyses_calibrate_in_memory(checkpoint, short_corpus, cli):
     [
         (["--only", "bases,base"], "unknown analysis 'base'"),
         (["--seq-len", "129"], "--seq-len 129 is out of range: this model takes 64 to 128"),
+        (["--seq-len", "0"], "--seq-len 0 is out of range"),
         (["--samples", "0"], "--samples 0 is out of range"),
         (["--weights", "int3"], "--weights int3: use"),
         (["--plots", "/nowhere/plots"], "/nowhere/plots does not exist"),

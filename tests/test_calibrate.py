@@ -776,6 +776,8 @@ BAD_FLAGS = {
     "lists and a method": (["--import-channels", "x.json", "--method", "sals"], "drop --method"),
     "no samples": (["--samples", "0"], "--samples"),
     "seq-len over the context": (["--seq-len", "5000"], "--seq-len"),
+    "no tokens": (["--seq-len", "0"], "--seq-len 0"),
+    "no random tokens": (["--random-tokens", "0"], "--random-tokens 0"),
     "too many random tokens": (["--random-tokens", "1025"], "--random-tokens"),
     "missing text": (["--data", "/no/such.txt"], "/no/such.txt"),
     "a method that needs none": (["--method", "full"], "no calibration"),

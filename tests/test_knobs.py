@@ -49,7 +49,8 @@ WRONG = dict(
     attention_matching=[dict(keys="all"), dict(queries="some"), dict(samples=0), dict(budget=4, recent=5)],
     knorm=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5)],
     lagkv=[dict(ratio=1.5), dict(sinks=-1), dict(lag=1), dict(ratio=0.01, lag=10)],
-    compactor=[dict(budget=8), dict(sketch=0), dict(sketch=10**9), dict(block=1), dict(blend=-1), dict(chunk_length=8)],
+    compactor=[dict(budget=8), dict(sketch=0), dict(sketch=10**9), dict(block=1), dict(blend=-1.0),
+               dict(chunk_length=8)],
     triattention=[dict(buffer=0), dict(reach=0), dict(queries="some"), dict(budget=4, recent=5)],
     tova=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5), dict(heads="q")],
 )  # fmt: skip

@@ -155,7 +155,7 @@ def parser() -> Parser:
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="analyses to run; default: all")
     a("--samples", type=int, default=4, help="sequences of held-out code, and as many of prose; default: 4")
-    a("--seq-len", type=int, default=0, help="tokens of a sequence; default: 1024, or the model's context if shorter")
+    a("--seq-len", type=int, help="tokens of a sequence; default: 1024, or the model's context if shorter")
     a("--plots", metavar="FOLDER", help="draw FOLDER/analysis_NAME.png")
     a("--dtype", choices=sorted(DTYPES), default="fp32", help="dtype of the computation; default: fp32")
     add_weights(p)
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     args = args_from_hf(reader.config)
     # every measure here assumes that all earlier tokens are visible, so texts must fit a sliding window
     longest = min([args.context, *(w for w in args.windows if w)])
-    seq_len = opt.seq_len or min(1024, longest)
+    seq_len = min(1024, longest) if opt.seq_len is None else opt.seq_len
     for flag, value, low, high in (("--samples", opt.samples, 1, 1 << 20), ("--seq-len", seq_len, MIN_LENGTH, longest)):
         if not low <= value <= high:
             raise InputError(f"{flag} {value} is out of range: this model takes {low} to {high}")
