@@ -5,8 +5,9 @@
 
 A result is stale once its hot path has changed, even by a mend for a format of files that it does not use. Here both
 commits run PROBES, with all methods, whose numbers must be equal to the last digit; or, in turns, TIMED, whose speed
-must be the same: MEAN in the geometric mean, and EACH for every row. Then the results whose hot path was unchanged up
-to the earlier commit get `same_as`, the commit from which `measure --check` then looks for changes.
+must be the same: MEAN in the geometric mean, and EACH for every row; methods that seem slower get one second look, of
+AGAIN times as many turns. Then the results whose hot path was unchanged up to the earlier commit get `same_as`, the
+commit from which `measure --check` then looks for changes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
@@ -41,18 +43,22 @@ TIMED = {  # and how often, as one process may be a tenth slower than the next
     f"{DECODE} compiled --method {SOME} snapkv quest": 2,
     f"{measure.STEP} --size 1x8192 8x8192 --method {SOME}": 6,
 }
-MEAN, EACH = 0.97, 0.9
+MEAN, EACH, AGAIN = 0.97, 0.9, 4
 
 
 def numbers(tree: Path, command: str, out: Path) -> dict[str, Any]:
-    """What a command measures with the code of a folder, by name."""
+    """What a command measures with the code of a folder, by method and its row's number."""
     module, *argv = command.replace(measure.PUBLISHED, str(smollm2())).split()
     done = subprocess.run([sys.executable, "-m", measure.full_name(module), *argv, "--out", str(out)], cwd=tree,
                           capture_output=True, text=True)  # fmt: skip
     if done.returncode:
         raise InputError(f"{module} fails in {tree}: {done.stderr.strip().splitlines()[-1]}")
     rows = json.loads((out / "compare.json" if module == measure.COMPARE else out).read_text())["rows"]
-    return {f"{row['method']}, {i}: {key}": value for i, row in enumerate(rows) for key, value in row.items()}
+    found, seen = {}, Counter[str]()
+    for row in rows:
+        found |= {f"{row['method']}, {seen[row['method']]}: {key}": value for key, value in row.items()}
+        seen[row["method"]] += 1
+    return found
 
 
 def check_equal(trees: list[Path], folder: Path) -> None:
@@ -68,21 +74,30 @@ def check_equal(trees: list[Path], folder: Path) -> None:
 
 def check_speed(trees: list[Path], folder: Path) -> None:
     """Raises InputError if TIMED is slower with the code of the first folder than with that of the second."""
-    for i, (command, turns) in enumerate(TIMED.items()):
+    for i, (timed, turns) in enumerate(TIMED.items()):
+        command, _, methods = timed.partition(" --method ")
         best: list[dict[str, float]] = [{}, {}]
-        for turn in range(turns):
-            for of, tree in zip(best, trees, strict=True):
-                found = numbers(tree, command, folder / f"{i}-{turn}-{tree.name}.json")
-                # of the fastest round: others may have had company
-                speeds = {k: 1 / min(x) for k, x in found.items() if k.endswith(": seconds_per_step")}
-                speeds |= {k: 1 / min(x["each"]) for k, x in found.items() if k.endswith(": operator")}
-                of |= {k: max(x, of.get(k, 0.0)) for k, x in speeds.items()}
-        ratios = {k: x / best[1][k] for k, x in best[0].items()}
-        mean, worst = geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
-        said = f"{mean:.3f} times as fast, {worst.partition(',')[0]} {ratios[worst]:.3f}"
-        if mean < MEAN or ratios[worst] < EACH:
-            raise InputError(f"{said}: {command.partition(' --method')[0]}")
-        print(f"{said} at least: {command.partition(' --method')[0]}", file=sys.stderr)
+        for look, more in enumerate((1, AGAIN)):
+            for turn in range(turns * more):
+                for of, tree in zip(best, trees, strict=True):
+                    out = folder / f"{i}-{look}-{turn}-{tree.name}.json"
+                    found = numbers(tree, f"{command} --method {methods}", out)
+                    # of the fastest round: others may have had company
+                    speeds = {k: 1 / min(x) for k, x in found.items() if k.endswith(": seconds_per_step")}
+                    speeds |= {k: 1 / min(x["each"]) for k, x in found.items() if k.endswith(": operator")}
+                    of |= {k: max(x, of.get(k, 0.0)) for k, x in speeds.items()}
+            ratios = {k: x / best[1][k] for k, x in best[0].items()}
+            mean, worst = geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
+            said = f"{mean:.3f} times as fast, {worst.partition(',')[0]} {ratios[worst]:.3f} at least: {command}"
+            if mean >= MEAN and ratios[worst] >= EACH:
+                break
+            if not look:
+                print(f"once more: {said}", file=sys.stderr)
+            if mean >= MEAN:
+                methods = " ".join(sorted({k.partition(",")[0] for k, x in ratios.items() if x < EACH}))
+        else:
+            raise InputError(said)
+        print(said, file=sys.stderr)
 
 
 def verify(base: str, timed: bool) -> int:
