@@ -16,10 +16,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 from runtime.errors import InputError, run_cli
@@ -54,7 +54,8 @@ def numbers(tree: Path, command: str, out: Path) -> dict[str, Any]:
     if done.returncode:
         raise InputError(f"{module} fails in {tree}: {done.stderr.strip().splitlines()[-1]}")
     rows = json.loads((out / "compare.json" if module == measure.COMPARE else out).read_text())["rows"]
-    found, seen = {}, Counter[str]()
+    found: dict[str, Any] = {}
+    seen = Counter[str]()
     for row in rows:
         found |= {f"{row['method']}, {seen[row['method']]}: {key}": value for key, value in row.items()}
         seen[row["method"]] += 1
@@ -76,19 +77,21 @@ def check_speed(trees: list[Path], folder: Path) -> None:
     """Raises InputError if TIMED is slower with the code of the first folder than with that of the second."""
     for i, (timed, turns) in enumerate(TIMED.items()):
         command, _, methods = timed.partition(" --method ")
-        best: list[dict[str, float]] = [{}, {}]
+        each: list[dict[str, list[float]]] = [defaultdict(list), defaultdict(list)]
         for look, more in enumerate((1, AGAIN)):
             for turn in range(turns * more):
-                for of, tree in zip(best, trees, strict=True):
+                for rounds, tree in zip(each, trees, strict=True):
                     out = folder / f"{i}-{look}-{turn}-{tree.name}.json"
                     found = numbers(tree, f"{command} --method {methods}", out)
-                    # of the fastest round: others may have had company
-                    speeds = {k: 1 / min(x) for k, x in found.items() if k.endswith(": seconds_per_step")}
-                    # beside torch's attention in that run: a process and all its memory may be slower than the next
-                    speeds |= {k: min(found[k.replace("operator", "dense")]["each"]) / min(x["each"])
-                               for k, x in found.items() if k.endswith(": operator")}  # fmt: skip
-                    of |= {k: max(x, of.get(k, 0.0)) for k, x in speeds.items()}
-            ratios = {k: x / best[1][k] for k, x in best[0].items()}
+                    for k, x in found.items():
+                        if k.endswith(": seconds_per_step"):
+                            rounds[k] += x
+                        elif k.endswith(": operator"):  # beside torch's attention in that round
+                            dense = found[k.replace("operator", "dense")]["each"]
+                            rounds[k] += [a / b for a, b in zip(x["each"], dense, strict=True)]
+            # the fastest round says less: of either, one in twenty is a quarter faster than the others
+            now, then = ({k: median(x) for k, x in rounds.items()} for rounds in each)
+            ratios = {k: then[k] / x for k, x in now.items()}
             mean, worst = geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
             said = f"{mean:.3f} times as fast, {worst.partition(',')[0]} {ratios[worst]:.3f} at least: {command}"
             if mean >= MEAN and ratios[worst] >= EACH:
