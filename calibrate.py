@@ -345,8 +345,9 @@ def main() -> None:
         args = args_from_hf(reader.config)
     out = Path(opt.calibration) if opt.calibration else beside(source)
     if opt.import_channels:
-        if opt.method or opt.data:
-            raise InputError("--import-channels measures nothing: drop --method and --data")
+        asked = ("method", "data", "samples", "seq_len", "random_tokens", "quick")
+        if idle := [f"--{k.replace('_', '-')}" for k in asked if vars(opt)[k] not in (None, False)]:
+            raise InputError(f"--import-channels measures nothing: drop {', '.join(idle)}")
         check_place(out, source, args)
         found = imported(Path(opt.import_channels), args)
         if ranks.rank == 0:

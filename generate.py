@@ -328,9 +328,10 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError("--pack makes a small file of a saved cache: add --save-cache FILE")
     if opt.compile:
         check_compiler(device)
-    check_out(opt.profile, "--profile")
+    reads = (opt.checkpoint, *opt.prompt_file, *(opt.calibration or ()))
+    check_out(opt.profile, "--profile", (*reads, opt.load_cache))
     opt.profile = None if ranks.rank else opt.profile
-    check_out(opt.save_cache, "--save-cache")
+    check_out(opt.save_cache, "--save-cache", reads)
     opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded
     named: dict[str, str] = {}  # knobs of a saved cache
     if opt.method is None:
@@ -339,6 +340,10 @@ def main(argv: list[str] | None = None) -> int:
                              "give --method, too")  # fmt: skip
         opt.method, named = opt.saved.given if opt.saved else ("full", {})
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
+    draws = {"--top-k": opt.top_k, "--top-p": opt.top_p, "--min-p": opt.min_p}
+    if opt.temperature == 0 and (idle := [flag for flag, value in draws.items() if value is not None]):
+        raise InputError(f"{idle[0]} is for sampling, and at temperature 0 the likeliest token is taken: add "
+                         "--temperature 1, or drop it")  # fmt: skip
     stop_strings(opt.stop)
     opt.chat = chat_of(opt)
     with ranks.agreed():  # a rank that cannot load ends them all

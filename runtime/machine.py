@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -191,8 +191,9 @@ def written(path: str | Path) -> Iterator[Path]:
         tmp.unlink(missing_ok=True)
 
 
-def check_out(path: str | Path | None, flag: str = "--out") -> None:
-    """Raises InputError, before any computation, if no file can be written at `path`. None: no file is wanted."""
+def check_out(path: str | Path | None, flag: str = "--out", reads: Iterable[str | None] = ()) -> None:
+    """Raises InputError, before any computation, if no file can be written at `path`, or if it is one that the run
+    reads. None: no file is wanted."""
     if path is None:
         return
     path = Path(path)
@@ -203,6 +204,8 @@ def check_out(path: str | Path | None, flag: str = "--out") -> None:
             raise InputError(f"{flag}: cannot write {path}: it is a folder; name a file in it")
         if path.exists() and not path.is_file():  # such as /dev/null, which a renamed file would replace
             raise InputError(f"{flag}: cannot write {path}: it is no ordinary file; name another one")
+        if path.exists() and any(file and Path(file).exists() and path.samefile(file) for file in reads):
+            raise InputError(f"{flag}: {path} is a file that this run reads: name another one")
         # try to write: permissions do not show a full or read-only disk, or /proc
         trial = temporary(path).with_suffix(f".{os.getpid()}")  # not the file that another process is writing
         trial.touch()

@@ -473,7 +473,10 @@ def test_the_commands_parse(cli):
             for spec in getattr(parser.parse_args(argv), "method", None) or ():
                 assert spec == "all" or layer_methods(spec, 30)
             assert "--out" in parser.format_help() and "--resume" in parser.format_help()
-    assert cli(measure, "--list")[1].count("\n") == sum(map(len, measure.commands().values()))
+    commands = measure.commands()
+    assert cli(measure, "--list")[1].count("\n") == sum(map(len, commands.values()))
+    assert {q: len(lines) for q, lines in json.loads(cli(measure, "--list", "--json")[1]).items()} == {
+        q: len(lines) for q, lines in commands.items()}  # fmt: skip
 
 
 def test_a_stale_result_is_told(monkeypatch):
@@ -522,6 +525,7 @@ def test_restoring_is_timed_and_files_are_measured(cli, how):
         (bench_generate, ["--size", "8x"]), (bench_generate, ["--prefill", "--speculate", "4"]),
         (bench_generate, ["--synthetic", "--prefill"]),
         (bench_generate, ["--out", "/no/such/folder/x.json"]), (measure, ["--only", "weights"]), (measure, ["--small"]),
+        (measure, ["--gpt-fast", "."]), (measure, ["--gpu", "--llama-bench", "x"]),
         (measure, ["--gpu", "--gpt-fast", "/no/such/folder"]), (analyze, ["--checkpoint", "/no/such/folder"]),
         (train_tiny, ["--evaluate", "512", "--run", "/no/such/folder"]),
     ],

@@ -773,7 +773,7 @@ def test_lists_of_another_model_are_one_line(name, checkpoint, refused):
 
 
 BAD_FLAGS = {
-    "lists and a method": (["--import-channels", "x.json", "--method", "sals"], "drop --method"),
+    "lists and a method": (["--import-channels", "x.json", "--method", "sals"], "drop --method, --data"),
     "no samples": (["--samples", "0"], "--samples"),
     "seq-len over the context": (["--seq-len", "5000"], "--seq-len"),
     "no tokens": (["--seq-len", "0"], "--seq-len 0"),

@@ -392,6 +392,7 @@ def test_names(cli):
     assert code == 1 and "not dense attention" in out  # the knobs are kept in every check
     code, out, _ = cli(testing, "--list")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(CHECKS)
+    assert list(json.loads(cli(testing, "--list", "--json")[1])) == list(CHECKS)
 
 
 def test_a_file_is_found_in_the_folders_of_ones_own(write):

@@ -477,6 +477,8 @@ BAD = {
     "a batch that no list holds": (["--prompt", "a", "--batch-size", "9" * 23], "999 is above 1000000"),
     "temperature nan": (["--prompt", "a", "--temperature", "nan"], "--temperature nan is no number"),
     "min-p": (["--prompt", "a", "--min-p", "2"], "--min-p 2.0 is above 1"),
+    "top-k of the likeliest": (["--prompt", "a", "--top-k", "5"], "--top-k is for sampling"),
+    "a trace over a prompt": (["--prompt-file", __file__, "--profile", __file__], "is a file that this run reads"),
     "repetition penalty": (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty 0.0 is below"),
     "stop string": (["--prompt", "a", "--stop", ""], "--stop is ['']: give a text"),
     "knob nan": (["--prompt", "a", "--method", "ojakv,eta_decode=nan"], "eta_decode=nan is out of range"),

@@ -220,8 +220,8 @@ def main() -> int:
     a("--json", action="store_true", help="print one JSON object instead of lines")
     args = parser.parse_args()
     if args.list:
-        for check, run in CHECKS.items():
-            print(f"{check:9} {(run.__doc__ or '').splitlines()[0]}{' (--slow)' if check in SLOW else ''}")
+        said = {c: f"{(run.__doc__ or '').splitlines()[0]}{' (--slow)' * (c in SLOW)}" for c, run in CHECKS.items()}
+        print(json.dumps(said) if args.json else "\n".join(f"{check:9} {text}" for check, text in said.items()))
         return 0
     if args.method is None:
         parser.error("give a method's file or name")

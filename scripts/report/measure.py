@@ -348,14 +348,18 @@ def main() -> None:
     every = gpu_commands(opt.gpt_fast) if opt.gpu else commands(opt.llama_bench)
     if unknown := set(opt.only) - {*every}:
         raise InputError(f"no question {min(unknown)!r}: use {', '.join(every)}")
-    if opt.small and not opt.gpu:
-        raise InputError("--small is for the commands of --gpu: add it")
+    if (opt.small or opt.gpt_fast) and not opt.gpu:
+        raise InputError(f"{'--small' if opt.small else '--gpt-fast'} is for the commands of --gpu: add it")
+    if opt.llama_bench and opt.gpu:
+        raise InputError("--llama-bench is for the commands of a CPU: drop it or --gpu")
     if opt.gpt_fast and not (Path(opt.gpt_fast) / "generate.py").is_file():
         raise InputError(f"--gpt-fast {opt.gpt_fast} is no checkout of gpt-fast")
     only = opt.only or [q for q in every if opt.list or q != "kvpress"]
     todo = {q: [small(c) if opt.small else c for c in lines] for q, lines in every.items() if q in only}
     if opt.list:
-        print("\n".join(f"{q}: python -m {full_name(line)}" for q, lines in todo.items() for line in lines))
+        named = {q: [f"python -m {full_name(line)}" for line in lines] for q, lines in todo.items()}
+        text = (f"{q}: {line}" for q, lines in named.items() for line in lines)
+        print(json.dumps(named) if opt.json else "\n".join(text))
         return
     timed = [q for q, lines in todo.items() if not lines[0].startswith(ACCURACY)]
     if opt.jobs != 1 and (timed or opt.jobs < 1):
