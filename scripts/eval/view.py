@@ -52,7 +52,9 @@ def parse_args() -> argparse.Namespace:
     opt = p.parse_args()
     if not 1 <= opt.steps <= 256:
         raise InputError(f"--steps {opt.steps}: give 1 to 256, every step adds to the page")
-    check_out(opt.out)
+    if opt.query_in_prompt and not opt.question:
+        raise InputError("--query-in-prompt says when the question is read: add --question")
+    check_out(opt.out, reads=(opt.prompt_file, opt.checkpoint, *(opt.calibration or ())))
     return opt
 
 
