@@ -44,7 +44,7 @@ def test_packed_arrays_are_what_was_recorded():
         (("--prompt-file", "nowhere.txt"), "nowhere.txt"),
         (("--method", "no"), "no"),
         (("--query-in-prompt",), "add --question"),
-    ],  # fmt: skip
+    ],
 )
 def test_bad_input_is_one_line(arguments, message, tmp_path, refused):
     assert message in refused(view, "--out", tmp_path / "v.html", *arguments) and not list(tmp_path.iterdir())
