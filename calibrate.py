@@ -345,8 +345,9 @@ def main() -> None:
         args = args_from_hf(reader.config)
     out = Path(opt.calibration) if opt.calibration else beside(source)
     if opt.import_channels:
-        asked = ("method", "data", "samples", "seq_len", "random_tokens", "quick")
-        if idle := [f"--{k.replace('_', '-')}" for k in asked if vars(opt)[k] not in (None, False)]:
+        of_pass = {k: vars(opt)[k] for k in ("method", "data", "samples", "seq_len", "random_tokens")}
+        of_pass["quick"] = opt.quick or None
+        if idle := [f"--{k.replace('_', '-')}" for k, value in of_pass.items() if value is not None]:
             raise InputError(f"--import-channels measures nothing: drop {', '.join(idle)}")
         check_place(out, source, args)
         found = imported(Path(opt.import_channels), args)

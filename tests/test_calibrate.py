@@ -774,6 +774,7 @@ def test_lists_of_another_model_are_one_line(name, checkpoint, refused):
 
 BAD_FLAGS = {
     "lists and a method": (["--import-channels", "x.json", "--method", "sals"], "drop --method, --data"),
+    "lists and no tokens": (["--import-channels", "x.json", "--random-tokens", "0"], "--seq-len, --random-tokens"),
     "no samples": (["--samples", "0"], "--samples"),
     "seq-len over the context": (["--seq-len", "5000"], "--seq-len"),
     "no tokens": (["--seq-len", "0"], "--seq-len 0"),

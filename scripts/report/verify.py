@@ -73,6 +73,14 @@ def check_equal(trees: list[Path], folder: Path) -> None:
         print(f"{len(then)} numbers are equal: {command.partition(' --method')[0]}", file=sys.stderr)
 
 
+def rounds_of(found: dict[str, Any]) -> dict[str, list[float]]:
+    """What each round of a run took, of a step in seconds, of an operator as a share of torch's attention in it."""
+    steps = {k: x for k, x in found.items() if k.endswith(": seconds_per_step")}
+    beside = {k: (x["each"], found[k.replace("operator", "dense")]["each"])
+              for k, x in found.items() if k.endswith(": operator")}  # fmt: skip
+    return steps | {k: [a / b for a, b in zip(*pair, strict=True)] for k, pair in beside.items()}
+
+
 def check_speed(trees: list[Path], folder: Path) -> None:
     """Raises InputError if TIMED is slower with the code of the first folder than with that of the second."""
     for i, (timed, turns) in enumerate(TIMED.items()):
@@ -83,12 +91,8 @@ def check_speed(trees: list[Path], folder: Path) -> None:
                 for rounds, tree in zip(each, trees, strict=True):
                     out = folder / f"{i}-{look}-{turn}-{tree.name}.json"
                     found = numbers(tree, f"{command} --method {methods}", out)
-                    for k, x in found.items():
-                        if k.endswith(": seconds_per_step"):
-                            rounds[k] += x
-                        elif k.endswith(": operator"):  # beside torch's attention in that round
-                            dense = found[k.replace("operator", "dense")]["each"]
-                            rounds[k] += [a / b for a, b in zip(x["each"], dense, strict=True)]
+                    for k, times in rounds_of(found).items():
+                        rounds[k] += times
             # the fastest round says less: of either, one in twenty is a quarter faster than the others
             now, then = ({k: median(x) for k, x in rounds.items()} for rounds in each)
             ratios = {k: then[k] / x for k, x in now.items()}
