@@ -41,15 +41,19 @@ def window_append(
 
 
 @triton.jit
-def _replace(cache, mean, x, pid_bh, slot, C, n_dropped, leaves, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def put(at, mean, mean_out, x, n_dropped, leaves, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """x [D] into a slot at `at`. What was there joins the mean of n_dropped tokens if it leaves; mean_out, if it is not
+    None, gets the mean, too."""
     offs_d = tl.arange(0, BLOCK_D)
-    at = cache + (pid_bh * C + slot) * D + offs_d
     if mean is not None:
-        left = tl.load(at, mask=offs_d < D, other=0.0).to(tl.float32)
-        old = tl.load(mean + pid_bh * D + offs_d, mask=offs_d < D, other=0.0)
+        left = tl.load(at + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+        old = tl.load(mean + offs_d, mask=offs_d < D, other=0.0)
         moved = old + tl.div_rn(left - old, tl.zeros_like(old) + n_dropped.to(tl.float32))
-        tl.store(mean + pid_bh * D + offs_d, tl.where(leaves, moved, old), mask=offs_d < D)
-    tl.store(at, tl.load(x + offs_d, mask=offs_d < D, other=0.0), mask=offs_d < D)
+        moved = tl.where(leaves, moved, old)
+        tl.store(mean + offs_d, moved, mask=offs_d < D)
+        if mean_out is not None:
+            tl.store(mean_out + offs_d, moved, mask=offs_d < D)
+    tl.store(at + offs_d, tl.load(x + offs_d, mask=offs_d < D, other=0.0), mask=offs_d < D)
 
 
 @triton.jit
@@ -64,12 +68,13 @@ def _window_append_kernel(
     n_dropped, slot = tl.maximum(tl.load(dropped + pid_b), 1), tl.load(fresh + pid_b)
     leaves = slot < 0
     slot = tl.where(leaves, tl.load(table + (n_dropped - 1) % ring).to(tl.int64), slot)
-    _replace(
-        k_cache, mean_k, k + pid_b * k_strides[0] + pid_h * k_strides[1], pid_bh, slot, C, n_dropped, leaves, D, BLOCK_D
-    )
-    _replace(
-        v_cache, mean_v, v + pid_b * v_strides[0] + pid_h * v_strides[1], pid_bh, slot, C, n_dropped, leaves, D, BLOCK_D
-    )
+    k += pid_b * k_strides[0] + pid_h * k_strides[1]
+    v += pid_b * v_strides[0] + pid_h * v_strides[1]
+    if mean_k is not None:
+        mean_k += pid_bh * D
+        mean_v += pid_bh * D
+    put(k_cache + (pid_bh * C + slot) * D, mean_k, None, k, n_dropped, leaves, D, BLOCK_D)
+    put(v_cache + (pid_bh * C + slot) * D, mean_v, None, v, n_dropped, leaves, D, BLOCK_D)
     if pid_h == 0:
         # other programs may read this place before or after: where it is the oldest's, too, the slot is the same
         entry = (tl.load(place + pid_b) % ring + ring) % ring

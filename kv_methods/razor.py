@@ -21,10 +21,14 @@ from cache.base import Attended, KVMethod, knob
 from cache.budget import budget_cap, budget_tokens
 from cache.spec import inner_method
 from cache.statistic import REPEATS, RepeatedTokens
+from kernels.backend import version_for
 from kernels.gather_attention import gather_rows
+from kernels.mixed_heads import mixed_decode
 from kernels.packed_attention import packed_attention
 from kernels.ring import ring_positions
+from kernels.rotate_append import rotate_token
 from kernels.window_append import window_append
+from kv_methods.full import Full
 from runtime.errors import InputError, warn_once
 from runtime.machine import read_text
 from runtime.parallel import ONE
@@ -123,6 +127,8 @@ class Razor(KVMethod):
     order: Tensor  # int64 [Hkv]: the protected heads, then those that drop tokens
     q_order: Tensor  # int64 [Hq]: their query heads
     place: Tensor  # int64 [Hq]: of each query head in that order
+    k_all: Tensor | None = None  # [slots of all rows and heads, D] in that order: what the buffers k are parts of
+    v_all: Tensor | None = None
 
     @dataclass
     class Args:
@@ -172,6 +178,17 @@ class Razor(KVMethod):
             self.buffer("slot_of", (shape.max_batch, self.ring), torch.int32)
             self.buffer("least", (shape.max_batch,), torch.int64)
             self.least.fill_(max(args.window, args.full_up_to))
+        if self.n_own and type(self.other) is Full and version_for(shape.device, shape.dtype) == "triton":
+            self.k_all, self.v_all = self._in_one_list("k"), self._in_one_list("v")
+
+    def _in_one_list(self, name: str) -> Tensor:
+        """The keys or values of all heads in one tensor, for `mixed_decode`; both methods' buffers become views."""
+        methods = [m for m in (self.other, self) if m is not None]
+        sizes = [m.get_buffer(name).numel() // self.shape.head_dim for m in methods]
+        every = self.shape.zeros((sum(sizes), self.shape.head_dim))
+        for method, part in zip(methods, every.split(sizes), strict=True):
+            setattr(method, name, part.view(method.get_buffer(name).shape))
+        return every
 
     def _protected(self) -> Tensor:
         """Which KV heads of this layer keep everything, bool [Hkv]."""
@@ -259,7 +276,14 @@ class Razor(KVMethod):
         return self._by_head("reread", super().reread, q, k, v, lengths, text)
 
     def decode(self, q, k, v, pos):
-        return self._by_head("decode", super().decode, q, k, v, pos)
+        if self.k_all is None or self.v_all is None or self.trace is not None:
+            return self._by_head("decode", super().decode, q, k, v, pos)
+        q, k = rotate_token(q, k, self.rope.cos, self.rope.sin, pos)
+        mean_k, mean_v = (self.mean_k, self.mean_v) if self.args.compensation else (None, None)
+        place, fresh, dropped = self.places(pos)
+        filled = self.once_a_step(pos, "filled", lambda: self.filled(pos))
+        return mixed_decode(q, k, v, self.k_all, self.v_all, self.slot_of, mean_k, mean_v, self.order, self.n_other,
+                            self.sinks + self.ring, pos, place, fresh, dropped, filled)  # fmt: skip
 
     def _by_head(self, step: str, ours: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *at: Any) -> Tensor:
         """Run the other method's `step` on its heads and `ours` on the rest; the output has heads in their order.
@@ -330,11 +354,15 @@ class Razor(KVMethod):
 
     def append(self, k, v, pos):
         """While the window grows, nothing leaves it; otherwise the new token takes the slot of the oldest one."""
+        mean_k, mean_v = (self.mean_k, self.mean_v) if self.args.compensation else (None, None)  # Eq. 4
+        place, fresh, dropped = self.places(pos)
+        window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, place, fresh, dropped)
+
+    def places(self, pos):
+        """`window_append`'s place, fresh and dropped of the tokens at pos [B]."""
         place = self.once_a_step(pos, "place", lambda: pos - self.sinks)
         fresh = self.once_a_step(pos, "fresh", lambda: self.fresh(pos))
-        dropped = self.once_a_step(pos, "dropped", lambda: self.dropped(pos))
-        mean_k, mean_v = (self.mean_k, self.mean_v) if self.args.compensation else (None, None)  # Eq. 4
-        window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, place, fresh, dropped)
+        return place, fresh, self.once_a_step(pos, "dropped", lambda: self.dropped(pos))
 
     def fresh(self, pos):
         """The slot that a growing window gets for the token at pos [B]; -1: it does not grow."""
@@ -386,6 +414,6 @@ class Razor(KVMethod):
         kept = min(n, self.sinks + min(max(least, budget_cap(float(a.share), n)), self.ring))
         means = a.compensation and kept < n
         head = 2 * s.head_dim * (kept * s.dtype.itemsize + 4 * means)
-        order = 8 * s.n_kv_head + 16 * s.n_head if self.n_own and self.n_other else 0
+        order = 8 * s.n_kv_head + 16 * s.n_head * (self.k_all is None) if self.n_own and self.n_other else 0
         other = self.other.traffic(pos) if self.other is not None else 0
         return other + s.max_batch * (self.n_own * head + 12 * bool(self.n_own)) + order

@@ -75,12 +75,13 @@ class Near:
 
 @dataclass
 class Same:
-    """To the bit."""
+    """To the bit, NaN where the answer has it."""
 
     value: Tensor
 
     def check(self, got: list[Tensor], version: str) -> None:
-        assert torch.equal(got[0], self.value)
+        assert torch.equal(got[0].isnan(), self.value.isnan())
+        assert torch.equal(got[0].nan_to_num(), self.value.nan_to_num())
 
 
 class Draw:
@@ -252,6 +253,60 @@ def packed_attention(d: Draw) -> Problem:
         return attend(x, keys, values, torch.cat((torch.ones(n), count[b, None])))
 
     return (q, k, v, stop, *means, count), [heads(q, s.H, one)]
+
+
+@problem
+def mixed_decode(d: Draw) -> Problem:
+    """Heads that keep every token and heads with a window, in any order: a window grows by a slot, or the oldest token
+    of its ring leaves for the mean."""
+    s, means = d.sizes(), d.pick(True, False)
+    H, R, C = s.H + 1, s.B + s.spare, d.some(2, 40)
+    whole, ring = d.some(1, H - 1), d.some(1, C)
+    order = torch.tensor(d.random.sample(range(H), H))
+    pos = [d.pick(0, s.T - 1, d.some(0, s.T - 1)) for _ in range(s.B)]
+    grows = [d.pick(True, False) for _ in pos]
+    dropped = [d.pick(-5, 0, 1, 9) if g else d.pick(1, 2, 999) for g in grows]
+    filled = [d.some(1, C) if g else C for g in grows]
+    slot_of = torch.tensor([d.random.sample(range(C), ring) for _ in range(R)], dtype=torch.int32)
+    fresh = [n - 1 if g else -1 for g, n in zip(grows, filled, strict=True)]
+    slot = [fresh[b] if grows[b] else int(slot_of[b, (dropped[b] - 1) % ring]) for b in range(s.B)]
+    place = [d.some(-3, 99) for _ in pos]
+    k, v = (d.view(d.normal(s.B, H, s.D)) for _ in "kv")
+    q, after_slots = d.view(d.normal(s.B, H * s.g, s.D) * s.size), slot_of.clone()
+    mean = [d.fp32(R, H - whole, s.D) for _ in "kv"]
+    caches, after, after_mean = [], [], [x.double() for x in mean]
+    for x, m, am in zip((k, v), mean, after_mean, strict=True):
+        every, some = d.normal(R, whole, s.T, s.D), d.normal(R, H - whole, C, s.D)
+        for b in range(R):
+            n = (pos[b], filled[b] - grows[b]) if b < s.B else (0, 0)
+            every[b, :, n[0] :], some[b, :, n[1] :] = NAN, NAN
+            if b < s.B and dropped[b] <= 0:
+                m[b] = am[b] = 1e30
+        caches.append(torch.cat((every.flatten(0, 2), some.flatten(0, 2))))
+        for b in range(s.B):
+            every[b, :, pos[b]] = x[b, order[:whole]]
+            if not grows[b] and means:
+                am[b] += (some[b, :, slot[b]].double() - m[b]) / dropped[b]
+            some[b, :, slot[b]] = x[b, order[whole:]]
+            after_slots[b, place[b] % ring] = slot[b]
+        after.append((every, some))
+
+    def one(b: int, h: int, x: Tensor) -> Tensor:
+        at = order.tolist().index(h)
+        if at < whole:
+            return attend(x, *(every[b, at, : pos[b] + 1] for every, _ in after))
+        keys, values = (some[b, at - whole, : filled[b]].double() for _, some in after)
+        if not means or dropped[b] <= 0:
+            return attend(x, keys, values)
+        mk, mv = (m[b, at - whole, None].float().double() for m in after_mean)
+        weights = torch.tensor([1.0] * len(keys) + [float(dropped[b])])
+        return attend(x, torch.cat((keys, mk)), torch.cat((values, mv)), weights)
+
+    written = [Same(torch.cat((every.flatten(0, 2), some.flatten(0, 2)))) for every, some in after]
+    written += [Same(after_slots), *(Near(m) if means else None for m in after_mean)]
+    numbers = map(torch.tensor, (pos, place, fresh, dropped, filled))
+    given = (q, k, v, *caches, slot_of, *(x if means else None for x in mean), order, whole, C, *numbers)
+    return given, [heads(q, H, one), *written]
 
 
 def lists(d: Draw, s: Any, K: int) -> tuple[Tensor, Tensor, Callable[[int, int], Tensor], Tensor]:

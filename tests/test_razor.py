@@ -126,6 +126,31 @@ def test_equals_the_oracle_in_torch(case, monkeypatch):
     compare(*CASES[case])
 
 
+@pytest.mark.parametrize("case", ["window", "grows-in-decode", "no-compensation"])
+def test_one_list_of_slots_gives_what_two_caches_give(case, monkeypatch):
+    """On a GPU: both kinds of heads in three launches; here in the interpreter, with rows to spare."""
+    knobs, shape, lengths, seed = CASES[case]
+    lengths, (g, h, d), steps = (lengths[0], min(lengths[-1], 40)), shape, 5
+    q, k, v = random_keys(seed, g, h, d, 2, max(lengths) + steps)
+    methods, args = [], model_args(shape)
+    for backend in ("torch", "triton"):
+        monkeypatch.setattr("kernels.backend.BACKEND", backend)
+        methods.append(layer(knobs, args, 3, max(lengths) + steps, calib=calibration(args, seed)))
+        prompt = (x[:, :, : max(lengths)] for x in (q, k, v))
+        methods[-1].prefill(*prompt, torch.tensor(lengths))
+    assert methods[0].k_all is None and methods[1].n_other and methods[1].k_all is not None
+    for step in range(steps):
+        pos = torch.tensor(lengths) + step
+        token = [torch.stack([x[b, :, p] for b, p in enumerate(pos)]) for x in (q, k, v)]
+        out = []
+        for method, backend in zip(methods, ("torch", "triton"), strict=True):
+            monkeypatch.setattr("kernels.backend.BACKEND", backend)
+            out.append(method.decode(*token, pos))
+        assert torch.allclose(*out, atol=1e-5), f"step {step}"
+    for (name, one), (_, other) in zip(*(m.named_buffers() for m in methods), strict=True):
+        assert torch.allclose(one, other, atol=1e-6), name
+
+
 def test_the_window_is_a_share_of_all_tokens_not_of_the_prompt():
     """Table 2, N / 5: 10 tokens and 1990 decoded ones keep as many as a prompt of 2000, and give the same output."""
     g, h, d, n, short = 2, 1, 32, 2000, 10
