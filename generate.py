@@ -340,10 +340,6 @@ def main(argv: list[str] | None = None) -> int:
                              "give --method, too")  # fmt: skip
         opt.method, named = opt.saved.given if opt.saved else ("full", {})
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
-    draws = {"--top-k": opt.top_k, "--top-p": opt.top_p, "--min-p": opt.min_p}
-    if opt.temperature == 0 and (idle := [flag for flag, value in draws.items() if value is not None]):
-        raise InputError(f"{idle[0]} is for sampling, and at temperature 0 the likeliest token is taken: add "
-                         "--temperature 1, or drop it")  # fmt: skip
     stop_strings(opt.stop)
     opt.chat = chat_of(opt)
     with ranks.agreed():  # a rank that cannot load ends them all

@@ -24,9 +24,10 @@ NO_TOKEN = -1  # drawn if logits are not finite; found when the token is read, s
 class Sampling:
     """How a token is drawn, as in Hugging Face's generate: the penalty comes first, then the fields in their order.
 
-    temperature: 0 is greedy. top_k: draw from the k most likely tokens. top_p: from the fewest that together reach
-    probability p. min_p: from those at least p times as likely as the most likely one. seed: makes a run repeatable.
-    repetition_penalty: positive logits of tokens in prompt or text are divided by it, negative ones multiplied.
+    temperature: 0 is greedy, without any of the next three. top_k: draw from the k most likely tokens. top_p: from the
+    fewest that together reach probability p. min_p: from those at least p times as likely as the most likely one. seed:
+    makes a run repeatable. repetition_penalty: positive logits of tokens in prompt or text are divided by it, negative
+    ones multiplied.
     """
 
     temperature: float = 0.0
@@ -45,6 +46,10 @@ class Sampling:
             check_range("--top-p", self.top_p, 0, 1, "leave it out to keep every token")
         if self.min_p is not None:
             check_range("--min-p", self.min_p, 0, 1, "leave it out to keep every token")
+        cuts = {"--top-k": self.top_k, "--top-p": self.top_p, "--min-p": self.min_p}
+        if self.temperature == 0 and (idle := [flag for flag, value in cuts.items() if value is not None]):
+            raise InputError(f"{idle[0]} is for sampling, and at temperature 0 the likeliest token is taken: give "
+                             "--temperature 1, too, or drop it")  # fmt: skip
         check_range("--repetition-penalty", self.repetition_penalty, 1e-4, 1e4, "1 is none, 1.1 to 1.3 are usual")
         check_count("--seed", self.seed, 0, 2**63 - 1)
 

@@ -428,6 +428,11 @@ def test_settings_alone(cli, few_texts):
     status, out, _ = cli(compare, *argv, "--device", "cpu")
     assert status == 0 and "tova,budget=" in out and "loki,dims=" in out
     assert {line.split()[0] for line in out.splitlines()} == {"256"}
+    status, said, _ = cli(compare, *argv, "--device", "cpu", "--json")
+    rows, lines = json.loads(said)["rows"], [line.split() for line in out.splitlines()]
+    assert status == 0 and [[str(r["seq_len"]), r["method"], f"{r['read_share']:.3f}"] for r in rows] == [
+        [x[0], x[1], x[5]] for x in lines if x[2] == "holds"
+    ]
 
 
 def test_a_sample_as_long_as_the_context():

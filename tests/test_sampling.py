@@ -203,3 +203,9 @@ def test_bad_values(bad):
     (name,) = bad
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')} "):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("cut", [dict(top_k=5), dict(top_p=0.5), dict(min_p=0.1)], ids=str)
+def test_a_cut_at_temperature_0_does_nothing(cut):
+    with pytest.raises(InputError, match=f"{min(cut).replace('_', '-')} is for sampling"):
+        Sampling(**cut)

@@ -349,12 +349,16 @@ def main() -> None:
     with ranks.agreed():
         runs = [Run(opt, ev, T, common) for T in opt.lengths]
     if opt.settings:
-        for run in runs:
-            for spec in run.specs:
-                held, read = run.sizes.of(spec)
-                print(f"{run.length}  {spec}  holds {held:.3f}  reads {read:.3f}")
-            for c in run.missing:
-                print(f"{c['seq_len']}  {c['method']} at {c['axis']} {c['target']}: {c['least']} at least")
+        each = [(run.length, spec, *run.sizes.of(spec)) for run in runs for spec in run.specs]
+        missing = [c for run in runs for c in run.missing]
+        if opt.json:
+            names = "seq_len", "method", "kv_share", "read_share"
+            print(json.dumps(dict(rows=[dict(zip(names, x, strict=True)) for x in each], missing=missing)))
+            return
+        for length, spec, held, read in each:
+            print(f"{length}  {spec}  holds {held:.3f}  reads {read:.3f}")
+        for c in missing:
+            print(f"{c['seq_len']}  {c['method']} at {c['axis']} {c['target']}: {c['least']} at least")
         return
     for run in runs:  # before anything of an earlier run is replaced
         for i in range(0, len(run.specs), opt.at_once):
