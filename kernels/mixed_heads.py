@@ -99,7 +99,7 @@ def _(
     mean_v: Tensor | None, order: Tensor, whole: int, window: int, *at: Tensor,
 ) -> Tensor:  # fmt: skip
     (B, H, D), R = k.shape, len(slot_of)
-    buffers = (k_cache, v_cache, slot_of, mean_k, mean_v, order, *at)
+    buffers, at = (k_cache, v_cache, slot_of, mean_k, mean_v, order), tuple(x.contiguous() for x in at)
     assert all(x is None or x.is_contiguous() for x in buffers) and k.stride(2) == v.stride(2) == 1
     T = (len(k_cache) // R - (H - whole) * window) // whole
     start, stop, count = (torch.empty(B * H, dtype=torch.int64, device=q.device) for _ in range(3))
