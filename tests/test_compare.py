@@ -152,8 +152,11 @@ def smol_vocabulary():
 @pytest.mark.parametrize("task", SEVERAL)
 def test_five_questions_on_one_context(task):
     tk, ev = load_tokenizer(TINY), SimpleNamespace(tk=load_tokenizer(TINY))
-    rows = list(rows_of(ev, task, 2048, 2, SimpleNamespace(seed=1), 0))
-    assert len(rows) == 10 and rows == list(rows_of(ev, task, 2048, 2, SimpleNamespace(seed=1), 0))
+    rows, once = (list(rows_of(ev, task, 2048, 2, SimpleNamespace(seed=1, multi_turn=t), 0)) for t in (True, False))
+    assert len(rows) == 10 and rows == list(rows_of(ev, task, 2048, 2, SimpleNamespace(seed=1, multi_turn=True), 0))
+    for context in contexts(once, tk, ChatParts(), False, False):
+        most = len(context.prompt) + max(map(len, context.asked)) + context.rows[0]["max_new_tokens"]
+        assert 1950 < most <= 2048, "asked one by one, a sample has one question"
     for context in contexts(rows, tk, ChatParts(), False, True):
         assert [r["turn"] for r in context.rows] == [0, 1, 2, 3, 4]
         most = len(context.prompt) + len(context.asked[-1]) + context.rows[-1]["max_new_tokens"]
@@ -244,10 +247,11 @@ def test_cells_have_rows_and_files(cli, tmp_path, monkeypatch, few_texts):
     for name in ("held.png", "read.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 
+    parts = (*argv[:-1], tmp_path / "parts")
     for i in (1, 2):  # the parts of a result have its settings and its samples
-        status, _, err = cli(compare, *argv[:-1], tmp_path / f"{i}", "--part", f"{i}/2")
+        status, _, err = cli(compare, *parts, "--part", f"{i}/2", *["--resume"] * (i - 1))
         assert status == 0, err
-        part = json.loads((tmp_path / f"{i}" / "compare.json").read_text())
+        part = json.loads((tmp_path / "parts" / "compare.json").read_text())
         assert [(r["method"], r["needle_each"]) for r in part["rows"]] == [
             (m, r["needle_each"][i - 1 :: 2]) for m, r in rows.items()
         ]
@@ -257,6 +261,9 @@ def test_cells_have_rows_and_files(cli, tmp_path, monkeypatch, few_texts):
     assert cli(compare, *argv, "--resume")[0] == 0
     after = {f.name: f.read_bytes() for f in out.iterdir()}
     assert all(after[n] == before[n] for n in ("samples.jsonl", "table.md"))
+    assert (
+        cli(compare, *parts, "--resume")[0] == 0 and (tmp_path / "parts" / "table.md").read_bytes() == after["table.md"]
+    )
 
 
 def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypatch, few_texts):
@@ -294,6 +301,8 @@ def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypa
     assert status == 2 and "lower --at-once" in err and before == {f.name: f.read_bytes() for f in whole.iterdir()}
     status, _, err = cli(compare, *argv, "--seed", 5, "--resume", "--out", parts)
     assert status == 2 and "another seed" in err
+    status, _, err = cli(compare, *["needle" if x == "needle,repeats" else x for x in argv], "--resume", "--out", parts)
+    assert status == 2 and "give another --out" in err  # whose caches are smaller
     calibration = tmp_path / "c.safetensors"
     own, tensors = TINY / "calibration.safetensors", load_file(TINY / "calibration.safetensors")
     tensors["layers.0.sals.basis"] = tensors["layers.0.sals.basis"].flip(0)
@@ -355,13 +364,19 @@ def test_the_context_bounds_each_row_and_not_the_longest_parts_of_two(cli, tmp_p
 
 
 @pytest.mark.parametrize("task, answer, said, score", [
-    ("math_find", "0.5", "It is 0.5", 1), ("math_find", 5, "It is 5.2", 1), ("passkey", "71", "71432", 0),
+    ("math_find", "0.5", "It is 0.5", 1), ("math_find", "5", "It is 5.2", 0), ("math_find", "5", "5 apples", 1),
+    ("passkey", "71", "71432", 0), ("passkey", "0071", "It is 71.", 0), ("number_string", "0071", "0071.", 1),
+    ("code_run", "3", "I cannot evaluate func_3", 0), ("code_run", "-3", "The value is: -3.", 1),
+    ("code_run", "5", "5 apples", 0), ("longdep_qa", "Paris", "It is Paris, the capital of France", 1),
+    ("qmsum", "Paris", "It is Paris", 0.5),
     ("longbook_choice_eng", "B", "B. I am sure.", 1), ("code_debug", "I", "B or I", 1),
     ("lcc", "        return x", "        return x\n", 1), ("niah_single_1", "12", "1\n2", 1),
 ])  # fmt: skip
 def test_answers_are_scored_as_by_the_benchmarks(task, answer, said, score):
     if task == "lcc":
         pytest.importorskip("rapidfuzz")
+    if "q" in task:
+        pytest.importorskip("rouge_score")
     assert rows.score(dict(task=task, answer=[answer], context="", question=""), said) == score
 
 
@@ -369,7 +384,8 @@ def test_rows_of_a_file_are_counted_and_checked(tmp_path):
     file, row = tmp_path / "x.jsonl", dict(task="t", index=0, context="a", question="b?", answer="c", max_new_tokens=3)
     file.write_text("".join(json.dumps(row | dict(question=q)) + "\n" for q in "de"))
     assert [r["index"] for r in read_rows(file)] == [0, 1]  # two questions about one text have two scores
-    for wrong, says in ((dict(answer=[]), "has no answer"), (dict(max_new_tokens="3"), "whole numbers"),
+    for wrong, says in ((dict(answer=[]), "has no answer"), (dict(answer=["a", ""]), "or an empty one"),
+                        (dict(max_new_tokens="3"), "whole numbers"),
                         (dict(length=[1]), "whole numbers"), (dict(question=None), "are texts"),
                         (dict(answer_prefix=5), "are texts"), (dict(answer=dict(a=1)), "answer a text"),
                         (dict(all_classes=5), "all_classes a list")):  # fmt: skip
@@ -386,6 +402,11 @@ def test_a_length_whose_tasks_were_not_all_asked():
     both = [row | dict(seq_len=64, a=1, a_each=[1], b=1, b_each=[1]), row | dict(seq_len=128, a=1, a_each=[1])]
     text = compare.markdown(data := dict(rows=both, cells=[], missing=[]))
     assert "| 100 % | - | 100 (21-100) % | - |" in text and compare.points(data, "kv", 128) == [("full", 1, 1)]
+
+
+def test_an_interval_is_of_independent_hits():
+    row = dict(a=0.95, a_each=[0.95] * 4)
+    assert compare.found(row | dict(a_interval=None), "a") == "95 %" and "(" in compare.found(row, "a")
 
 
 def test_means_leave_out_what_full_cannot_do():
@@ -460,7 +481,8 @@ def test_perplexity_is_that_of_teacher_forcing(cli, tmp_path):
     full, streaming, same = data["rows"]
     model, tk = known_model(), load_tokenizer(TINY)
     ids = tk.encode(text.read_text())
-    windows = [ids[:160], ids[len(ids) - 160 :]]
+    windows = [ids[:160], [*ids[:1], *ids[len(ids) - 159 :]]]  # each behind the token that begins a text
+    assert ids[:1] == tk.encode("")
     with torch.inference_mode():
         logits = model(torch.tensor(windows))[:, 135:-1]
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(windows)[:, 136:].flatten())

@@ -34,7 +34,7 @@ from typing import Any
 from tqdm import tqdm
 
 from loading.tokenizer.turns import chat_parts
-from runtime.errors import InputError, did_you_mean, run_cli
+from runtime.errors import InputError, did_you_mean, run_cli, warn_once
 from runtime.hub import add_checkpoint
 from runtime.machine import require_memory, written
 from runtime.options import Parser
@@ -57,6 +57,7 @@ FILES = ("compare.json", "samples.jsonl", "table.md", "held.png", "read.png")
 # samples and answers are the same if these are
 SETTINGS = ("samples", "seed", "part", "max_new_tokens", "batch_size", "no_chat", "dataset")
 AXES = dict(kv=("held", "kv_share"), read=("read", "read_share"))
+JOINTS = 8  # tokens
 Key = tuple[Any, ...]
 
 
@@ -72,7 +73,8 @@ def parser() -> Parser:
     a("--dataset", help="rows in kvpress's format, .jsonl or .parquet, instead of --tasks and --lengths")
     a("--lengths", default="1024,2048,4096", help="tokens of prompt and answer together")
     a("--samples", type=int, help="the most samples per task and length; default: 50, or all of a dataset")
-    a("--part", default="1/1", metavar="I/N", help="every N-th sample from the I-th on: N commands make one result")
+    a("--part", default="1/1", metavar="I/N", help="every N-th sample from the I-th on; with --resume in one "
+      "folder, and at last without --part, N commands make one result")  # fmt: skip
     a("--max-new-tokens", type=int, metavar="N", help="the most tokens of an answer; default: each task's own")
     a("--batch-size", type=int, default=4, help="contexts that run at a time; default: 4")
     a("--at-once", type=int, default=24, help="settings whose caches are in memory together and share prefills")
@@ -164,8 +166,9 @@ class Run:
         for task in tqdm(opt.tasks, desc=f"samples of {length} tokens", leave=False, disable=len(opt.tasks) < 2):
             if opt.rows is not None:
                 rows = [r for r in opt.rows if r["task"] == task][: opt.samples]
-            else:
-                rows = list(rows_of(ev, task, length, opt.samples, opt, reserve))
+            else:  # within the context, where the parts of a prompt may be some tokens more than their text at once
+                room = min(length, ev.model.args.context - JOINTS)
+                rows = [r | dict(length=length) for r in rows_of(ev, task, room, opt.samples, opt, reserve)]
             self.groups[task] = contexts(rows, ev.tk, chat, opt.query_in_prompt, opt.multi_turn)
         every = [c for groups in self.groups.values() for c in groups]
         after = [(c, len(a) + r["max_new_tokens"]) for c in every for a, r in zip(c.asked, c.rows, strict=True)]
@@ -176,8 +179,14 @@ class Run:
                              "smaller --lengths, or leave the longest rows of --dataset out")  # fmt: skip
         for r in (r for c in every for r in c.rows if opt.max_new_tokens):  # a sample's length counts its own answer
             r["max_new_tokens"] = min(r["max_new_tokens"], opt.max_new_tokens)
-        self.new = max(len(a) + r["max_new_tokens"] for c in every for a, r in zip(c.asked, c.rows, strict=True))
+        new = {t: max(len(a) + r["max_new_tokens"] for c in g for a, r in zip(c.asked, c.rows, strict=True))
+               for t, g in self.groups.items()}  # fmt: skip
+        self.new = max(new.values())
         self.size = self.new + max(len(c.prompt) for c in every)  # a row that is done steps on with others
+        if opt.targets and self.new - min(new.values()) > self.size / 50:
+            longest = max(new, key=lambda t: new[t])
+            warn_once(f"--kv and --read are shares of the cache that {longest} needs, with room for {self.new} new tokens; "
+                      "alone, the other tasks would get smaller budgets: ask tasks of one kind in a command")  # fmt: skip
         self.groups = {t: g[opt.slice] for t, g in self.groups.items()}  # sizes are those of all parts
         if not all(self.groups.values()):
             raise InputError(f"--part {opt.part} has no context of some task: give fewer parts")
@@ -247,6 +256,7 @@ class Run:
             read = mean(noted) if noted else read  # what steps read, not the most that they may
             row = dict(method=method, knobs={}, seq_len=self.length, samples=self.opt.samples,
                        query_in_prompt=self.opt.query_in_prompt)  # fmt: skip
+            row |= dict(multi_turn=True) if self.opt.multi_turn else {}
             row |= dict(kv_share=round(held, 4), read_share=round(read, 4))
             for groups in complete:
                 found = [store.known[key] for key in self._keys(method, groups)]
@@ -254,7 +264,8 @@ class Run:
                 task = found[0]["task"]
                 row |= {task: round(mean(each), 4), f"{task}_each": each}
                 row[f"{task}_tokens"] = [f([r["tokens"] for r in found]) for f in (min, max)]
-                row[f"{task}_interval"] = [round(x, 4) for x in wilson(sum(each), len(each))]
+                hits = {*each} <= {0, 1} and all(len(c.rows) == 1 for c in groups)  # and independent
+                row[f"{task}_interval"] = [round(x, 4) for x in wilson(sum(each), len(each))] if hits else None
             out.append(row)
         return out
 
@@ -275,10 +286,13 @@ def points(data: Row, axis: str, length: int) -> list[tuple[str, float, float]]:
     return out
 
 
-def found(each: Sequence[float]) -> str:
-    """The mean score and its interval, `93 (86-97) %`."""
-    low, high = wilson(sum(each), len(each))
-    return f"{100 * mean(each):.0f} ({100 * low:.0f}-{100 * high:.0f}) %"
+def found(row: Row, task: str) -> str:
+    """The mean score and its interval, `93 (86-97) %`; without one if samples are no hits, or share a context."""
+    each = row[f"{task}_each"]
+    interval = row.get(f"{task}_interval", wilson(sum(each), len(each)))
+    if interval is None:
+        return f"{100 * mean(each):.0f} %"
+    return f"{100 * mean(each):.0f} ({100 * interval[0]:.0f}-{100 * interval[1]:.0f}) %"
 
 
 def markdown(data: Row) -> str:
@@ -294,12 +308,13 @@ def markdown(data: Row) -> str:
             average = f"{100 * mean(r[t] for t in counted):.0f} %" if counted else "-"
             cells.append([f"`{r['method']}`", f"{r['kv_share']:.3f}", f"{r['read_share']:.3f}", average,
                           against_full(r, here, counted),
-                          *(found(r[f"{t}_each"]) if t in r else "-" for t in tasks)])  # fmt: skip
-        known = "known" if data["rows"][0]["query_in_prompt"] else "not known"
+                          *(found(r, t) if t in r else "-" for t in tasks)])  # fmt: skip
+        known = "known" if here[0]["query_in_prompt"] else "not known"
+        question = "first of the questions asked in turn" if here[0].get("multi_turn") else "question"
         title = f"{length} tokens" if length else "the dataset"
         title += f", {' to '.join(map(str, sizes[:: len(sizes) - 1 or 1]))} samples of a task, 95 % intervals by Wilson"
-        out.append(f"{title}, the question {known} when the context is compressed:\n\n"
-                   + table(["method", "held", "read", "mean", "to full", *names], cells))  # fmt: skip
+        out.append(f"{title}, the {question} {known} when the context is compressed:\n\n"
+                   + table(["method", "held", "read", "mean", "all samples to full", *names], cells))  # fmt: skip
     out += [f"{c['method']} cannot be at {c['axis']} {c['target']} of {c['seq_len']} tokens: {c['least']} at least"
             for c in data["missing"]]  # fmt: skip
     return "\n\n".join(out) + "\n"
@@ -343,11 +358,12 @@ def main() -> None:
         if (out / FILES[1]).exists() and not (out / FILES[0]).exists():
             raise InputError(f"--resume: {out / FILES[1]} has samples, but without {FILES[0]} nothing says of what: "
                              "remove it, or give another --out")  # fmt: skip
-        earlier(str(out / FILES[0]), data, ("commit", "fingerprint", "settings"), ())
+        earlier(str(out / FILES[0]), data, ("commit", "fingerprint", "settings"), (), free=("part",))
     mode = dict(question="known" if opt.query_in_prompt else "unknown", turns=opt.multi_turn)
     common = mode | dict(chat=chat_parts(ev.tk, not opt.no_chat).head != "", seed=opt.seed, model=data["fingerprint"])
     with ranks.agreed():
         runs = [Run(opt, ev, T, common) for T in opt.lengths]
+        data["slots"] = slots_of(runs, out if opt.resume and ranks.rank == 0 else None)
     if opt.settings:
         each = [(run.length, spec, *run.sizes.of(spec)) for run in runs for spec in run.specs]
         missing = [c for run in runs for c in run.missing]
@@ -379,6 +395,18 @@ def main() -> None:
         return
     data = report(data, runs, store, out)
     print(json.dumps(data) if opt.json else markdown(data))
+
+
+def slots_of(runs: Sequence[Run], out: Path | None) -> dict[str, list[int]]:
+    """Length -> tokens of a cache, and how many of them are new; also of the run that goes on in the folder `out`.
+    Raises InputError if other tasks gave its samples other caches, whose bytes are not theirs."""
+    old = json.loads((out / FILES[0]).read_text()).get("slots", {}) if out and (out / FILES[0]).exists() else {}
+    new = {str(run.length): [run.size, run.new] for run in runs}
+    for length in (n for n in new if old.get(n, new[n]) != new[n]):
+        raise InputError(f"--resume: samples in {out} of {length} tokens had caches of {old[length][0]} tokens, "
+                         f"{old[length][1]} of them new, these tasks need {new[length][0]} and {new[length][1]}: "
+                         "give another --out")  # fmt: skip
+    return old | new
 
 
 def report(data: Row, runs: Sequence[Run], store: Store, out: Path | None) -> Row:

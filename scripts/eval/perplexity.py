@@ -67,12 +67,16 @@ def parse_args() -> argparse.Namespace:
 
 
 def windows_of(ev: Evaluation, text: str, length: int, most: int) -> list[list[int]]:
-    """Evenly spaced windows without overlap. Raises InputError if the text is shorter than one window."""
+    """Evenly spaced windows without overlap, each behind the token that begins a text, if the model has one. Raises
+    InputError if the text is shorter than one window."""
+    begin = ev.tk.encode("")
     ids = ev.texts[text].tolist() if text in ("prose", "code") else ev.tk.encode(read_text(text))
-    n = min(most, len(ids) // length)
+    ids, size = ids[len(begin) if ids[: len(begin)] == begin else 0 :], length - len(begin)
+    n = min(most, len(ids) // size)
     if not n:
-        raise InputError(f"--text {text} has {len(ids)} tokens: give a longer one, or --length {len(ids)} or less")
-    return [ids[s : s + length] for s in torch.linspace(0, len(ids) - length, n).long().tolist()]
+        there = len(begin) + len(ids)
+        raise InputError(f"--text {text} has {there} tokens: give a longer one, or --length {there} or less")
+    return [begin + ids[s : s + size] for s in torch.linspace(0, len(ids) - size, n).long().tolist()]
 
 
 def seen(trace: Trace, args: ModelArgs, length: int) -> tuple[list[Tensor], list[Tensor]]:

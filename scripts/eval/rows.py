@@ -67,8 +67,8 @@ def read_rows(path: str | Path) -> list[Row]:
             raise InputError(f"row {i + 1} of {path}: context, question, task and answer_prefix are texts, "
                              "max_new_tokens and length whole numbers, answer a text, a number or a list of them, "
                              "all_classes a list")  # fmt: skip
-        if not row["answer"] or row["max_new_tokens"] < 1:
-            raise InputError(f"row {i + 1} of {path} has no answer, or max_new_tokens below 1")
+        if not row["answer"] or "" in map(str, row["answer"]) or row["max_new_tokens"] < 1:
+            raise InputError(f"row {i + 1} of {path} has no answer, or an empty one, or max_new_tokens below 1")
         row["index"] = i  # an index of the file's own may be that of a text with several questions
     if not rows:
         raise InputError(f"{path} has no rows")
@@ -114,7 +114,13 @@ def rouge_scorer() -> Any:
 
 
 def rouge_l(said: str, answer: Any, row: Row) -> float:
+    """F1, of words without case and punctuation, which kvpress' package keeps."""
     return rouge_scorer().score(str(answer), said)["rougeL"].fmeasure
+
+
+def rouge_l_recall(said: str, answer: Any, row: Row) -> float:
+    """LooGLE's."""
+    return rouge_scorer().score(str(answer), said)["rougeL"].recall
 
 
 def edit_similarity(said: str, answer: Any, row: Row) -> float:
@@ -141,13 +147,18 @@ def classified(said: str, answer: Any, row: Row) -> float:
 
 
 def first_number(said: str, answer: Any, row: Row) -> float:
-    found = re.findall(r"\d+\.\d+|\d+" if "." in str(answer) else r"\d+", said)
-    return float(bool(found) and float(found[0]) == float(answer))
+    found = re.search(r"\d+\.\d+|\d+", said)
+    return float(found is not None and float(found[0]) == float(answer))
 
 
-def last_number(said: str, answer: Any, row: Row) -> float:
-    found = re.findall(r"-?\d+", said)
-    return float(bool(found) and int(found[-1]) == int(answer))
+def first_digits(said: str, answer: Any, row: Row) -> float:
+    found = re.search(r"\d+", said)
+    return float(found is not None and found[0] == str(answer))
+
+
+def last_word(said: str, answer: Any, row: Row) -> float:
+    words = re.sub("[\n.`'\":]", " ", said).split()
+    return float(bool(words) and re.fullmatch(r"[-+]?\d+", words[-1]) is not None and int(words[-1]) == int(answer))
 
 
 def a_word(said: str, answer: Any, row: Row) -> float:
@@ -155,7 +166,8 @@ def a_word(said: str, answer: Any, row: Row) -> float:
 
 
 def letter(said: str, answer: Any, row: Row) -> float:
-    """Whether the last capital letter of an option, in the first line that has one, is the answer."""
+    """Whether the last capital letter of an option, in the first line that has one, is the answer. InfiniteBench then
+    tries other readings of the text."""
     option = r"\b[A-D]\b" if row["task"].startswith("longbook") else r"\b[A-J]\b"
     found = re.search(rf"{option}(?!.*{option})", said.strip())
     return float(bool(found) and found[0] == answer)
@@ -168,12 +180,14 @@ def best_of(metric: Callable[[str, Any, Row], float]) -> Callable[[str, Sequence
 # metric -> the tasks that it scores, by kvpress's names
 METRICS: dict[Callable[..., float], str] = {
     f1: "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa longbook_qa_eng",
-    rouge_l: "gov_report qmsum multi_news samsum longbook_sum_eng shortdep_qa longdep_qa longdep_summarization",
+    rouge_l: "gov_report qmsum multi_news samsum longbook_sum_eng",
+    rouge_l_recall: "shortdep_qa longdep_qa longdep_summarization",
     edit_similarity: "lcc repobench-p",
     numbers: "passage_count passage_retrieval_en",
     classified: "trec",
-    first_number: "passkey number_string math_find",
-    last_number: "code_run",
+    first_number: "math_find",
+    first_digits: "passkey number_string",
+    last_word: "code_run",
     a_word: "kv_retrieval",
     letter: "longbook_choice_eng code_debug",
 }
@@ -226,7 +240,7 @@ def rows_of(ev: Any, task: str, T: int, samples: int, opt: Any, reserve: int) ->
     if task in OF_TOKENS:
         yield from (token_row(ev, task, T, int(i), samples) for i in np.random.default_rng(0).permutation(samples))
     elif task in SEVERAL:
-        yield from several(task, ev.tk, T, samples, opt.seed, reserve)
+        yield from several(task, ev.tk, T, samples, opt.seed, reserve, getattr(opt, "multi_turn", False))
     else:
         yield from ruler.generate(task, ev.tk, T, samples, opt.seed, opt, reserve)
 
@@ -288,16 +302,17 @@ def prefixes_and_suffixes(rng: random.Random, n: int) -> tuple[str, list[tuple[s
     return "Here is a list of strings, one on a line.\n\n" + "\n".join(strings) + "\n\n", said
 
 
-def several(task: str, tk: Tokenizer, T: int, samples: int, seed: int, reserve: int) -> Iterator[Row]:
-    """Contexts that have at most T tokens together with all questions and answers, asked in turn."""
+def several(task: str, tk: Tokenizer, T: int, samples: int, seed: int, reserve: int, turns: bool) -> Iterator[Row]:
+    """Contexts that have at most T tokens together with a question and its answer or, asked in turn, with all."""
     make: Callable[..., Any] = keys_and_values if task == "kv" else prefixes_and_suffixes
     new = 40 if task == "kv" else 24
 
     def parts(made: tuple[str, list[tuple[str, str, str]]]) -> ruler.Parts:
-        return made[0], "".join(q + p + f" {a}" for q, p, a in made[1]), "", []
+        asked = [q + p + f" {a}" * turns for q, p, a in made[1]]
+        return made[0], "".join(asked) if turns else max(asked, key=len), "", []
 
     def size(p: ruler.Parts) -> int:
-        return len(tk.encode(p[0] + p[1], bos=False)) + (QUESTIONS - 1) * reserve + new
+        return len(tk.encode(p[0] + p[1], bos=False)) + (QUESTIONS - 1) * reserve * turns + new
 
     rng = random.Random(f"{seed} {task} {T}")
     fit = ruler.Fit(size, T - reserve, QUESTIONS, task, QUESTIONS)

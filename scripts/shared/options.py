@@ -184,11 +184,14 @@ def check_run(opt: argparse.Namespace) -> None:
     check_out_of(opt)
 
 
-def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[str, ...]) -> dict[str, list[Any]]:
+def earlier(
+    out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[str, ...], free: tuple[str, ...] = ()
+) -> dict[str, list[Any]]:
     """The lists of a result file to continue from; raises InputError if its run differs from this one.
 
-    same: keys whose values must equal those in `data`, which this run would write. Commits may differ, if the hot path
-    (results.py) does not: the older one goes into `data`, and so do the devices of both runs.
+    same: keys whose values must equal those in `data`, which this run would write; free: settings that need not.
+    Commits may differ, if the hot path (results.py) does not: the older one goes into `data`, and so do the devices of
+    both runs.
     """
     if not Path(out).exists():
         return {}
@@ -197,7 +200,7 @@ def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[
         other = [k for k in same if k not in ("commit", "settings") and old.get(k) != data.get(k)]
         if "settings" in same:  # a flag that one of both had is missing in the other's
             theirs, ours = old["settings"], data["settings"]
-            other += [k for k in theirs | ours if theirs.get(k) != ours.get(k)]
+            other += [k for k in theirs | ours if theirs.get(k) != ours.get(k) and k not in free]
         other += [f"version of {f}" for f in changed(old["commit"], data["command"], "gpu" in data)]
         found = {k: list(old[k]) for k in lists}
         devices = old["device"].split(" and ")
