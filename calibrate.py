@@ -49,6 +49,7 @@ from cache.calibration import (
     beside,
     collect,
     fingerprint,
+    is_of,
     of_model,
     repeated_tokens,
     write_tensors,
@@ -99,12 +100,13 @@ def layer_tokens(model: Transformer, first: int = 0, x: Tensor | None = None) ->
                 after = block(into, attend)
             else:
                 seen += block.attention.qkv(normed)
+            seen[0] = block.attention.grown(seen[0], 0)
             biases: Sequence[Tensor] = ()  # with a norm of the keys after the projection, no bias can be subtracted
             if block.attention.wqkv.bias is not None and not model.args.qk_norm:
                 heads = block.attention.wqkv.bias.float().view(-1, model.args.head_dim)
                 biases = heads[model.args.n_head :].chunk(2)
             tokens_of_layer = Tokens(i, *(t[0] for t in (normed, *seen, cos, sin)), *biases)
-            tokens_of_layer.after = after
+            tokens_of_layer.after, tokens_of_layer.window = after, block.attention.window
             yield tokens_of_layer
             into = after
 
@@ -385,12 +387,12 @@ def main() -> None:
         text = dict(data=digest(windows), files=[Path(f).name for f in opt.data] if opt.data else "default",
                     samples=samples, seq_len=seq_len, seed=opt.seed)  # fmt: skip
         passes.append(Pass("text", torch.from_numpy(windows), of_text, partial(out, "text"), same | text))
-        settings |= {s.name: dict(tokens=windows.size, **text, **numbers) for s in of_text}
+        settings |= {s.name: dict(tokens=windows.size, **text, **numbers, code=s.code) for s in of_text}
     if of_random := [s for s in statistics if isinstance(s, RepeatedTokens)]:
         repeated = repeated_tokens(args, n_random, tokenizer.text_ids)[None]
         said = same | dict(data=digest(repeated.numpy()))
         passes.append(Pass("random tokens", repeated, of_random, partial(out, "random"), said))
-        settings |= {s.name: dict(random_tokens=n_random, **numbers) for s in of_random}
+        settings |= {s.name: dict(random_tokens=n_random, **numbers, code=s.code) for s in of_random}
     for p in passes:
         args.check_ids(p.sequences.flatten().tolist())
     try:
@@ -478,7 +480,7 @@ def merged(
     if out.exists():
         try:
             old = Calibration.load(source, args, out)
-            if out == beside(source) and old.meta.get("fingerprint") != meta["fingerprint"]:
+            if out == beside(source) and not is_of(old.meta.get("fingerprint"), source):
                 raise InputError(f"{out} was measured on other weights")
         except InputError as e:
             print(f"nothing of the existing file is kept: {e}", file=sys.stderr)

@@ -82,7 +82,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_calibration(p)
     a("--compile", action=argparse.BooleanOptionalAction,
       help="torch.compile the decode step (default: on a GPU, or if an earlier run has compiled this one)")  # fmt: skip
-    a("--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, which needs less memory")
+    a("--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, which needs less memory; "
+      "keydiff, knorm and qfilters evict after each")  # fmt: skip
     a("--max-seq-len", type=int, metavar="N", help="capacity of the KV cache in tokens (default: what the run needs)")
     a("--speculate", type=int, metavar="N", help="draft N tokens with the method, check them by exact attention: the "
       "text is that of full")  # fmt: skip

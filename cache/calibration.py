@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.statistic import REPEATS, RepeatedTokens, Sizes, Statistic, Tokens, is_ranking, unique
-from runtime.errors import InputError
+from runtime.errors import InputError, warn_once
 from runtime.machine import check_fetched, written
 
 FILE, VERSION = "calibration.safetensors", 3
@@ -150,6 +150,9 @@ class Calibration:
         that says what is wrong and what to run."""
         for s in unique(statistics):
             again = self._again(s.spec)
+            was = self.meta.get("statistics", {}).get(s.name, {}).get("code")  # older files do not say
+            if was and s.code and was != s.code:
+                warn_once(f"{self._where()}: {s.name!r} was measured by other code than {s.file} has now: {again}")
             if not self.parts(0, s.name):
                 raise InputError(f"{self._where()} has no {s.name!r}, which this method needs; {again}")
             for part, want in s.layout(self.args).items() if self.args else ():
@@ -238,7 +241,7 @@ class Calibration:
         if meta.get("model", of_model(args)) != of_model(args):
             # not over this file
             raise InputError(f"{path} was made for another model than {checkpoint}; run: {command(checkpoint)}")
-        if file is None and meta.get("fingerprint") != fingerprint(checkpoint):
+        if file is None and not is_of(meta.get("fingerprint"), checkpoint):
             print(f"warning: {path} was measured on other weights than those of {checkpoint}: right if they are this "
                   f"model in other bits (--calibration {path} says so), else {again}", file=sys.stderr)  # fmt: skip
         out = cls({k: t.float() if t.is_floating_point() else t.long() for k, t in tensors.items()}, args.n_layer, meta)
@@ -336,10 +339,12 @@ def of_model(args: Any) -> str:
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(checkpoint: Path) -> str:
-    """A hash of a checkpoint: its config and, for every weight file, the size, the header and 64 KiB at 16 places.
+def fingerprint(checkpoint: Path, version: int = 2) -> str:
+    """A hash of a checkpoint: its config and, for every weight file, the size and 4 KiB of every 16, or of more in a
+    file above 32 MiB, at 2,048 places. Version 1, in files of v0.4 and before: 64 KiB at 17 places.
 
-    It samples, because hashing all of a large checkpoint takes longer than loading it. A GGUF file is one file.
+    It samples, because hashing all of a large checkpoint takes longer than loading it: whole matrices that differ are
+    seen, single numbers may not be. A GGUF file is one file.
     """
     if checkpoint.is_dir():
         h = hashlib.sha256((checkpoint / "config.json").read_bytes())
@@ -350,7 +355,13 @@ def fingerprint(checkpoint: Path) -> str:
         size = file.stat().st_size
         h.update(f"{file.name if checkpoint.is_dir() else ''} {size}".encode())
         with open(file, "rb") as f:
-            for i in range(17):
-                f.seek(size * i // 17)
-                h.update(f.read(1 << 16))
-    return h.hexdigest()
+            places, part = (17, 1 << 16) if version == 1 else (min(2048, -(-size // (1 << 14))), 1 << 12)
+            for i in range(places):
+                f.seek(size * i // places)
+                h.update(f.read(part))
+    return h.hexdigest() if version == 1 else f"{version}-{h.hexdigest()}"
+
+
+def is_of(found: str | None, checkpoint: Path) -> bool:
+    """Whether a `fingerprint`, of this version or an older one, is the checkpoint's."""
+    return found is not None and found == fingerprint(checkpoint, 2 if found.startswith("2-") else 1)

@@ -17,11 +17,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -70,6 +72,7 @@ class Tokens:
     k_bias: Tensor | None = None  # [Hkv, D], bias of the key and value projections (Qwen2); None: no bias
     v_bias: Tensor | None = None
     after: Tensor | None = None  # [1, S, dim] in the model's dtype, the next layer's input; None: not recorded
+    window: int | None = field(default=None, init=False)  # the layer's sliding window
 
     def __post_init__(self) -> None:
         self.x, self.q, self.k, self.v = (t.float() for t in (self.x, self.q, self.k, self.v))
@@ -187,6 +190,17 @@ class Statistic:
         """What --method has to name for it."""
         return self.method and ",".join(filter(None, (self.method, self.knobs)))
 
+    @property
+    def code(self) -> str:
+        """A hash of what it measures: of its class, or its functions, without spaces and lines that are comments; "" if
+        their text is not known."""
+        classes = [c for c in type(self).__mro__ if c not in (Statistic, object)]
+        try:
+            texts = [inspect.getsource(x) for x in (*classes, *(x for x in vars(self).values() if callable(x)))]
+        except (OSError, TypeError):  # typed in
+            return ""
+        return hashlib.sha256(re.sub(r"(?m)^\s*#.*$|\s+", "", "".join(texts)).encode()).hexdigest()[:16]
+
     def __str__(self) -> str:
         return f"statistic {self.name!r} of {self.file or 'this program'}"
 
@@ -201,8 +215,8 @@ class RepeatedTokens(Statistic):
     def measure_attention(self, p: Tensor, rows: Tensor, n_random: int) -> dict[str, Tensor]:
         """Sums over some of these queries.
 
-        p [Hq, Q, K]: causal attention of the queries at positions rows [Q] of the REPEATS * n_random tokens to the
-        first K of them, which end at the last query.
+        p [Hq, Q, K]: causal attention, within the layer's window if it slides, of the queries at positions rows [Q] of
+        the REPEATS * n_random tokens to the first K of them, which end at the last query.
         """
         raise NotImplementedError
 
@@ -217,6 +231,9 @@ class RepeatedTokens(Statistic):
             logits = (q[:, :, first:end:EVERY].flatten(1, 2) @ k[:, :end].mT).view(-1, n, end)  # [Hq, Q, K]
             later = torch.arange(first, end, device=k.device) > rows[:, None]
             logits[:, :, first:].masked_fill_(later, float("-inf"))
+            if t.window:
+                gone = torch.arange(end, device=k.device) <= rows[:, None] - t.window
+                logits.masked_fill_(gone, float("-inf"))
             for part, total in self.measure_attention(logits.softmax(-1), rows, S // REPEATS).items():
                 out[part] = out.get(part, 0) + total.double()
         return out

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cache.base import KVMethod
 from engine.decode import Batch, Completion, Session
 from engine.sampling import Sampling, noise_keys
+from engine.snapshot import ropes_of
 from loading.tokenizer.turns import Chat
 from runtime.errors import InputError, check_count
 
@@ -31,7 +32,7 @@ class Conversation:
         """Get an empty cache for a turn of `new` tokens, which belongs to this conversation until another call takes
         it."""
         known = self.llm.new_tokens(new, new)
-        self.session = self.llm.session(1, self.size, known, 0, self.sampling)
+        self.session = self.llm.session(1, self.size, known, new, self.sampling)
         self.session.lag = 0  # the next turn continues exactly where this one stopped
         return self.session
 
@@ -63,10 +64,11 @@ class Conversation:
             tk = llm.tokenizer
             ids = cached + (tk.encode_after(cached, f"\n{text}", True) if cached else tk.encode(text))
         most = min(max_new_tokens, self.size - len(ids))
-        # read the whole text again if another call has the cache, if the template rewrote an earlier turn, or if the
-        # methods have no slots for this one
+        # read the whole text again if another call has the cache, if the template rewrote an earlier turn, if the
+        # methods have no slots for this one, or if longrope rotates so long a text otherwise
         goes_on = not self.stale and session.owns_cache and ids[: len(cached)] == cached
-        if not goes_on or session.decoded + len(ids) - len(cached) + most > self._room():
+        longer = any(rope.outgrown(len(ids) + most) for rope in ropes_of(llm.model.cache)) if goes_on else False
+        if not goes_on or longer or session.decoded + len(ids) - len(cached) + most > self._room():
             cached = []
         new = llm.prompts.check_ids(ids[len(cached) :])
         if len(ids) + 1 > self.size:

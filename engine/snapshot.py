@@ -65,7 +65,7 @@ def state_of(session: Session) -> State:
 @torch.inference_mode()
 def resume(session: Session, state: State) -> None:
     """Continue from a state, in a cache with the contents of that time. If a prompt's logits are known, the next token
-    is drawn again, since the Sampling may differ."""
+    is drawn again, since the Sampling may differ; after decoded tokens it is the one drawn by the run that saved."""
     sampling, device = session.sampling, session.device
     lengths = torch.tensor([len(p) for p in state.prompts], device=device)
     fed, tokens, pos = state.fed.to(device), state.next.to(device), lengths + state.decoded
@@ -189,8 +189,8 @@ def identity(model: Transformer, spec: str, layers: Methods, source: str, form: 
     and the format of its weights, in the user's words."""
     if model.args.ranks.size > 1:
         raise InputError(f"a cache of {model.args.ranks.size} processes cannot be saved or loaded: use one process")
-    needs = any(cls.needs(args) for cls, args in layers)
-    weights = fingerprint(model.folder) if model.folder is not None else source
+    calib = model.find_calibration() if any(cls.needs(args) for cls, args in layers) else None
+    weights, older = ((fingerprint(model.folder, v) if model.folder is not None else source) for v in (2, 1))
     out = dict(
         version=VERSION,
         source=source,
@@ -199,8 +199,12 @@ def identity(model: Transformer, spec: str, layers: Methods, source: str, form: 
         kv_dtype=dtype_name(model.kv_dtype or model.dtype),
         method=spec,
         layers=[[method_name(cls), asdict(args)] for cls, args in layers],
-        calibration=calibration_id(model.find_calibration()) if needs else None,
+        calibration=calib and calibration_id(calib),
+        older=[older, calib and calibration_id(calib, 1)],
     )
+    knobs = [str(x) for _, args in layers for x in asdict(args).values() if isinstance(x, str)]
+    if files := [x for x in dict.fromkeys(knobs) if x and Path(x).is_file()]:  # such as gates
+        out["files"] = [hashlib.sha256(Path(x).read_bytes()).hexdigest() for x in files]
     return json.loads(json.dumps(out, default=str))
 
 
@@ -208,11 +212,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next((name for name, d in DTYPES.items() if d == dtype), str(dtype))
 
 
-def calibration_id(calib: Calibration) -> str:
+def calibration_id(calib: Calibration, version: int = 2) -> str:
     if isinstance(calib, RandomCalibration):
         return f"random {calib.seed}"
     if calib.path is not None:
-        return fingerprint(calib.path)
+        return fingerprint(calib.path, version)
     return digest("", calib.tensors)
 
 
@@ -261,7 +265,8 @@ def save(
     tensors |= {f"{TEXT}prompts": torch.tensor(tokens, dtype=torch.int32), f"{TEXT}fed": state.fed.int()}
     tensors |= {f"{TEXT}next": state.next} | ({} if state.logits is None else {f"{TEXT}logits": state.logits})
     shape, ahead = first_of(cache).shape, max(rope.ahead for rope in ropes_of(cache))
-    meta = of | dict(lengths=[len(p) for p in state.prompts], step=state.decoded, max_seq_len=shape.max_seq_len,
+    meta = {k: x for k, x in of.items() if k != "older"}
+    meta |= dict(lengths=[len(p) for p in state.prompts], step=state.decoded, max_seq_len=shape.max_seq_len,
                      numbers=counted(cache), layouts=layouts, more=more, packed=how, ahead=ahead)  # fmt: skip
     text = json.dumps(meta)
     write_tensors(path, tensors, {"cache": text, "checksum": digest(text, tensors)})
@@ -296,6 +301,8 @@ class CacheFile:
     def check(self, of: dict[str, Any]) -> None:
         """Raises InputError unless the file's cache has this `identity`."""
         path, meta = self.path, self.meta
+        if not str(meta["weights"][0]).startswith("2-"):  # of v0.4 or before, or of random weights
+            of = of | dict(weights=[of["older"][0], *of["weights"][1:]], calibration=of["older"][1])
         if meta["weights"] != of["weights"]:
             raise InputError(f"{path} was saved with the weights of {meta['source']}, not of {of['source']}: give the "
                              "--checkpoint and --weights that it was saved with")  # fmt: skip
@@ -305,6 +312,9 @@ class CacheFile:
         if meta["layers"] != of["layers"]:
             raise InputError(f"{path} was saved with --method {meta['method']}, not {of['method']} "
                              f"({next(differences(meta['layers'], of['layers']))}): give the same")  # fmt: skip
+        if meta.get("files", of.get("files")) != of.get("files"):  # older files do not say
+            raise InputError(f"{path} was saved with other contents of the file that a knob of {meta['method']} names: "
+                             "save it again")  # fmt: skip
         if meta["calibration"] != of["calibration"]:
             raise InputError(
                 f"{path} was saved with another calibration: give the --calibration that it was saved with"
@@ -337,7 +347,8 @@ class CacheFile:
     def unpack(self, cache: nn.Module, calib: Calibration) -> None:
         """Of a small file (pack.py): restore the buffers of this cache's methods. Raises InputError if it was packed
         with another calibration."""
-        if calibration_id(calib) != (how := self.meta["packed"])["calibration"]:
+        how = self.meta["packed"]
+        if calibration_id(calib, 2 if how["calibration"].startswith("2-") else 1) != how["calibration"]:
             raise InputError(f"{self.path} was packed with another calibration: give the --calibration that it was "
                              "saved with")  # fmt: skip
         for rope in ropes_of(cache):

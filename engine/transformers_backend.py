@@ -375,7 +375,9 @@ class TransformersModel(Transformer):
         rotated = [t[0].transpose(0, 1).float() for t in (q, k)]
         v = v[0].transpose(0, 1)
         if rope is None:
-            return Rotated(layer, x[0], *rotated, v)
+            t: Tokens = Rotated(layer, x[0], *rotated, v)
+            t.window = self.args.window(layer)
+            return t
         cos, sin = self.args.rotary(1, S, x.device, rope).at(torch.arange(S, device=x.device)[None])
         q, k = (turn_back(t.float()[..., order], cos, sin)[0].transpose(0, 1) for t in (q, k))
         biases = [getattr(getattr(module, f"{name}_proj", None), "bias", None) for name in "kv"]
@@ -385,6 +387,7 @@ class TransformersModel(Transformer):
         k_bias = k_bias if k_bias is None else k_bias[..., order]
         t = Tokens(layer, x[0], q, k, v, cos[0, :, None], sin[0, :, None], k_bias, v_bias)
         t.q_rot, t.k_rot = rotated
+        t.window = self.args.window(layer)
         return t
 
 

@@ -224,6 +224,11 @@ class Rope(nn.Module):
         self.look_ahead(max(ahead, self.ahead))
         self.fitted = torch.tensor(lengths) + self.ahead if self.long else None
 
+    def outgrown(self, n: int) -> bool:
+        """Whether a text of n tokens has other frequencies than those of the prompt whose keys are kept."""
+        first = self.of[0].original_max_position_embeddings
+        return self.long and self.fitted is not None and int(self.fitted[0]) <= first < n
+
     def set_prompt(self, lengths: Tensor) -> None:
         """Fit the tables to a batch of prompts; a no-op for types that do not vary. lengths [B]."""
         self.fitted = lengths.cpu() + self.ahead if self.long else None

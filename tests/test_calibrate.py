@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import cache.statistic as S
 import calibrate as C
 import generate
-from cache.calibration import FILE, VERSION, Calibration, RandomCalibration, fingerprint, of_model
+from cache.calibration import FILE, VERSION, Calibration, RandomCalibration, fingerprint, is_of, of_model
 from cache.spec import all_statistics
 from engine.snapshot import calibration_id
 from kv_methods.razor import HeadScores
@@ -222,6 +223,27 @@ def random_tokens(model, n=N_RANDOM):
     return seen[0], calib.stack("razor.echo"), calib.stack("razor.after")
 
 
+def test_heads_of_a_sliding_layer_score_what_their_window_shows():
+    """Copies lie N_RANDOM tokens apart: behind a window as long, none is seen; the next layer is as without windows."""
+    model = small(2, 2, 16)[0]
+    scores = []
+    for windows in (None, (N_RANDOM - 1, None)):
+        args = replace(model.args, windows=windows)
+        other = random_transformer(args, "cpu", torch.float32, seed=2)
+        scores.append(C.calibrate(other, [], N_RANDOM, [HeadScores()]).stack("razor.echo"))
+    assert (scores[0] > 0).all() and (scores[1][0] == 0).all() and (scores[1][1] > 0).all()
+
+
+def test_statistics_see_queries_that_grow_with_their_position():
+    """As methods do (Ministral 3)."""
+    model, _, (tokens, _) = small(2, 2, 16)
+    args = replace(model.args, query_growth=0.5, rope=replace(model.args.rope, original_max_position_embeddings=8))
+    other = random_transformer(args, "cpu", torch.float32, seed=2)
+    plain = random_transformer(model.args, "cpu", torch.float32, seed=2)
+    (a, *_), (b, *_) = (list(C.layer_tokens(m)(tokens[None])) for m in (other, plain))
+    assert torch.allclose(a.q[:8], b.q[:8]) and torch.allclose(a.q[8:16], b.q[8:16] * (1 + 0.5 * math.log(2)))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("block", [1, 1 << 21])  # 16 queries at a time, or all
 def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
@@ -406,6 +428,19 @@ BAD = {  # what happened to the folder -> what the error says
 }
 
 
+def test_a_fingerprint_sees_every_matrix(tmp_path):
+    """And one of v0.4, which is in the shipped files, is known as such."""
+    weights = load_file(TINY / "model.safetensors")
+    shutil.copy(TINY / "config.json", tmp_path)
+    prints = {fingerprint(TINY)}
+    for name in (matrices := [name for name, t in weights.items() if t.nbytes >= 1 << 14]):
+        save_file(weights | {name: weights[name] + 1}, tmp_path / "model.safetensors", {"format": "pt"})
+        prints.add(fingerprint(tmp_path))
+    assert len(prints) == 1 + len(matrices) > 30
+    assert is_of(fingerprint(TINY, 1), TINY) and is_of(fingerprint(TINY), TINY) and not is_of(None, TINY)
+    assert not is_of(fingerprint(TINY), tmp_path)
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_file_is_one_error_that_says_what_to_run(what, folder):
     spoil, says = BAD[what]
@@ -555,7 +590,10 @@ def test_a_method_of_ones_own_with_its_statistic_is_one_file(own, checkpoint, te
     model.setup_cache("toy", 1, 32)
     assert torch.equal(model.cache[2].weight, after["layers.2.toy.weight"])
     code, out, err = cli(generate, *prompt)
-    assert code == 0 and out, err
+    assert code == 0 and out and "other code" not in err, err
+    own(TOY.replace("abs()", "square()"))
+    code, out, err = cli(generate, *prompt)
+    assert code == 0 and "'toy' was measured by other code than " in err and says in err
 
 
 def test_functions_measure_what_a_class_would(own):
@@ -670,7 +708,7 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, cli):
     assert code == 0 and list(how) == ["channels", "oja", "palu", "pca", "qfilters", "razor", "sals", "triattention"]
     assert all(how[name]["tokens"] == 128 and how[name]["samples"] == 2 for name in ("channels", "oja", "sals"))
     assert meta["model"] == of_model(load_checkpoint(checkpoint).args)
-    assert how["razor"] == dict(random_tokens=16, dtype="fp32")
+    assert how["razor"] == dict(random_tokens=16, dtype="fp32", code=HeadScores().code)
     assert {f.name for f in checkpoint.iterdir()} == before | {FILE}
     model = load_checkpoint(checkpoint)
     got = Calibration.load(checkpoint, model.args)
@@ -683,7 +721,9 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, cli):
     assert (checkpoint / FILE).read_bytes() == first, "the same command gives another file"
     assert cli(C, *flags(checkpoint, text), "--weights", "int4")[0] == 0
     packed = Calibration.load(checkpoint, model.args)
-    assert packed.meta["statistics"]["razor"] == dict(random_tokens=16, dtype="fp32", weights="int4", head=None)
+    assert packed.meta["statistics"]["razor"] == dict(
+        random_tokens=16, dtype="fp32", weights="int4", head=None, code=HeadScores().code
+    )
     assert not torch.equal(packed.get(3, "sals.basis"), got.get(3, "sals.basis"))
 
 

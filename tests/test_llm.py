@@ -82,6 +82,24 @@ def test_longrope_goes_by_what_is_asked_for_and_not_by_the_size_of_a_cache(tmp_p
     assert torch.equal(steps(llm.restore(tmp_path / "b", 24)), longer)
 
 
+def test_a_conversation_under_longrope_is_one_text(monkeypatch):
+    """A turn that gets beyond the original context is read with the frequencies of long texts, as `generate` reads it,
+    and so is all before it when a later turn gets there."""
+    llm = LLM(TINY, compile=False)
+    n = llm.model.args.head_dim // 2
+    rope = RopeArgs(type="longrope", original_max_position_embeddings=128, factor=4.0, short_factor=(1.0,) * n,
+                    long_factor=tuple(1 + i / 8 for i in range(n)))  # fmt: skip
+    llm.model.args = replace(llm.model.args, rope=rope)
+    text = llm.tokenizer.decode(prompt_of(llm, 60))
+    ids = llm.tokenizer.encode(text)
+    assert llm.conversation().say(text, 100).tokens == llm.generate([ids], 100)[0].tokens
+    talk = llm.conversation()
+    talk.say(text, 8)
+    known = [*talk.tokens]
+    more = llm.tokenizer.encode_after(known, f"\n{text}", True)
+    assert talk.say(text, 40).tokens == llm.generate([known + more], 40)[0].tokens
+
+
 def test_longrope_averages_the_rotations_of_the_text_it_is_in():
     """Where triattention and expected_attention look ahead, keys keep the frequencies that they have."""
     args = RopeArgs(type="longrope", original_max_position_embeddings=64, factor=4.0, short_factor=(1.0,) * 8,

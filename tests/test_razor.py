@@ -14,11 +14,13 @@ from oracles import rotated
 
 from cache.calibration import Calibration
 from cache.spec import make_args, resolve
+from engine import LLM
 from kernels.alibi import alibi_scope
 from kv_methods.razor import Razor
 from loading.named import named_args
 from model import ModelArgs
 from runtime import errors
+from runtime.errors import InputError
 from scripts.contract.harness import tiny
 
 N_LAYER, LAYER, STEPS = 4, 1, 40
@@ -253,6 +255,19 @@ def test_duo_takes_its_share_of_kv_heads(share, tmp_path):
             )
             held |= {(i, head) for head in whole}
         assert held == want
+
+
+def test_a_saved_cache_knows_the_gates_that_its_file_had(tmp_path):
+    file, llm = tmp_path / "gates.tsv", LLM(compile=False)
+    n_layer, heads = llm.model.args.n_layer, llm.model.args.n_kv_head
+    file.write_text("\n".join(["\t".join(["1"] + ["0"] * (heads - 1))] * n_layer))
+    llm.use("duo", gates=str(file), window=16, induction=1 / heads)
+    llm.read([list(range(300, 360))], 8)
+    llm.save(tmp_path / "a")
+    llm.restore(tmp_path / "a", 8)
+    file.write_text("\n".join(["\t".join(["0"] * (heads - 1) + ["1"])] * n_layer))
+    with pytest.raises(InputError, match="other contents of the file that a knob"):
+        llm.restore(tmp_path / "a", 8)
 
 
 def test_gates_of_another_model_are_an_input_error(tmp_path):

@@ -3,6 +3,7 @@ contract (`saved`); here are compositions, what cannot be carried over, the file
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import generate
-from cache.calibration import write_tensors
+from cache.calibration import fingerprint, write_tensors
 from cache.spec import layer_methods, method_class
 from engine import LLM, Chat, Sampling, snapshot
 from engine.llm import LEAST
@@ -304,6 +305,19 @@ def files(llm, tmp_path_factory):
         tensors, about = {k: f.get_tensor(k) for k in f.keys()}, f.metadata()  # noqa: SIM118
     save_file(tensors | {"layers.0.mine.x": torch.ones(1)}, folder / "calibration.safetensors", about)
     return folder
+
+
+@pytest.mark.parametrize("method", ["full", "sals"])
+def test_a_cache_of_an_older_version_is_loaded(tmp_path, monkeypatch, method):
+    """Whose fingerprints of weights and calibration are other ones."""
+    older = functools.partial(fingerprint, version=1)
+    with monkeypatch.context() as m:
+        m.setattr(snapshot, "fingerprint", lambda path, version=2: older(path))
+        llm = LLM(compile=False).use(method)
+        llm.read([list(range(300, 330))], 4)
+        llm.save(tmp_path / "a")
+    assert not str(CacheFile(tmp_path / "a").meta["weights"][0]).startswith("2-")
+    LLM(compile=False).use(method).restore(tmp_path / "a", 4)
 
 
 LOAD = {

@@ -185,8 +185,8 @@ class Run:
         self.size = self.new + max(len(c.prompt) for c in every)  # a row that is done steps on with others
         if opt.targets and self.new - min(new.values()) > self.size / 50:
             longest = max(new, key=lambda t: new[t])
-            warn_once(f"--kv and --read are shares of the cache that {longest} needs, with room for {self.new} new tokens; "
-                      "alone, the other tasks would get smaller budgets: ask tasks of one kind in a command")  # fmt: skip
+            warn_once(f"--kv and --read are shares of the cache that {longest} needs, with room for {self.new} new "
+                      "tokens; alone, other tasks would get smaller budgets: ask tasks of one kind")  # fmt: skip
         self.groups = {t: g[opt.slice] for t, g in self.groups.items()}  # sizes are those of all parts
         if not all(self.groups.values()):
             raise InputError(f"--part {opt.part} has no context of some task: give fewer parts")
