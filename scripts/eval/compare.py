@@ -160,21 +160,18 @@ class Run:
 
     def __init__(self, opt: argparse.Namespace, ev: Evaluation, length: int, common: Row):
         self.opt, self.ev, self.length, self.common = opt, ev, length, common
-        chat = chat_parts(ev.tk, not opt.no_chat)
-        reserve = chat.tokens(ev.tk)
-        self.groups: dict[str, list[Context]] = {}
-        for task in tqdm(opt.tasks, desc=f"samples of {length} tokens", leave=False, disable=len(opt.tasks) < 2):
-            if opt.rows is not None:
-                rows = [r for r in opt.rows if r["task"] == task][: opt.samples]
-            else:  # within the context, where the parts of a prompt may be some tokens more than their text at once
-                room = min(length, ev.model.args.context - JOINTS)
-                rows = [r | dict(length=length) for r in rows_of(ev, task, room, opt.samples, opt, reserve)]
-            self.groups[task] = contexts(rows, ev.tk, chat, opt.query_in_prompt, opt.multi_turn)
-        every = [c for groups in self.groups.values() for c in groups]
-        after = [(c, len(a) + r["max_new_tokens"]) for c in every for a, r in zip(c.asked, c.rows, strict=True)]
+        most = ev.model.args.context
+        # the parts of a prompt may be some tokens more than their text at once: within the context, texts are shorter
+        for room in (length,) if opt.rows is not None or length < most else (length, length - JOINTS):
+            self.groups = {task: self.contexts(task, room) for task in tqdm(
+                opt.tasks, desc=f"samples of {length} tokens", leave=False, disable=len(opt.tasks) < 2)}  # fmt: skip
+            every = [c for groups in self.groups.values() for c in groups]
+            after = [(c, len(a) + r["max_new_tokens"]) for c in every for a, r in zip(c.asked, c.rows, strict=True)]
+            if (longest := max(len(c.prompt) + n for c, n in after)) <= most:
+                break
         for (c, n), r in zip(after, (r for x in every for r in x.rows), strict=True):
             r |= sized(len(c.prompt) + n, length)
-        if (longest := max(len(c.prompt) + n for c, n in after)) > (most := ev.model.args.context):
+        if longest > most:
             raise InputError(f"a prompt and its answer have {longest} tokens, the model's context {most}: give "
                              "smaller --lengths, or leave the longest rows of --dataset out")  # fmt: skip
         for r in (r for c in every for r in c.rows if opt.max_new_tokens):  # a sample's length counts its own answer
@@ -194,6 +191,17 @@ class Run:
         self.cells, self.missing = self.sizes.cells(opt.targets, opt.method, length)
         chosen = [c["spec"] for c in self.cells] if opt.targets else opt.method
         self.specs = list(dict.fromkeys((["full"] if opt.targets else []) + chosen))
+
+    def contexts(self, task: str, room: int) -> list[Context]:
+        """The samples of a task, of up to `room` tokens."""
+        opt, ev = self.opt, self.ev
+        chat = chat_parts(ev.tk, not opt.no_chat)
+        if opt.rows is not None:
+            rows = [r for r in opt.rows if r["task"] == task][: opt.samples]
+        else:
+            made = rows_of(ev, task, room, opt.samples, opt, chat.tokens(ev.tk))
+            rows = [r | dict(length=self.length) for r in made]
+        return contexts(rows, ev.tk, chat, opt.query_in_prompt, opt.multi_turn)
 
     def keyed(self, method: str, row: Row) -> Row:
         """The fields that identify a sample in samples.jsonl, across runs."""
