@@ -82,7 +82,7 @@ def test_longrope_goes_by_what_is_asked_for_and_not_by_the_size_of_a_cache(tmp_p
     assert torch.equal(steps(llm.restore(tmp_path / "b", 24)), longer)
 
 
-def test_a_conversation_under_longrope_is_one_text(monkeypatch):
+def test_a_conversation_under_longrope_is_one_text():
     """A turn that gets beyond the original context is read with the frequencies of long texts, as `generate` reads it,
     and so is all before it when a later turn gets there."""
     llm = LLM(TINY, compile=False)
