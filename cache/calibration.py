@@ -340,8 +340,8 @@ def of_model(args: Any) -> str:
 
 
 def fingerprint(checkpoint: Path, version: int = 2) -> str:
-    """A hash of a checkpoint: its config and, for every weight file, the size and 4 KiB of every 16, or of more in a
-    file above 32 MiB, at 2,048 places. Version 1, in files of v0.4 and before: 64 KiB at 17 places.
+    """A hash of a checkpoint: its config and, for every weight file, the size, 64 KiB at 17 places and 4 KiB of every
+    16, or of more in a file above 32 MiB, at 2,048 places. Version 1, in files of v0.4 and before: without the latter.
 
     It samples, because hashing all of a large checkpoint takes longer than loading it: whole matrices that differ are
     seen, single numbers may not be. A GGUF file is one file.
@@ -355,10 +355,10 @@ def fingerprint(checkpoint: Path, version: int = 2) -> str:
         size = file.stat().st_size
         h.update(f"{file.name if checkpoint.is_dir() else ''} {size}".encode())
         with open(file, "rb") as f:
-            places, part = (17, 1 << 16) if version == 1 else (min(2048, -(-size // (1 << 14))), 1 << 12)
-            for i in range(places):
-                f.seek(size * i // places)
-                h.update(f.read(part))
+            for places, part in [(17, 1 << 16), (min(2048, -(-size // (1 << 14))), 1 << 12)][:version]:
+                for i in range(places):
+                    f.seek(size * i // places)
+                    h.update(f.read(part))
     return h.hexdigest() if version == 1 else f"{version}-{h.hexdigest()}"
 
 

@@ -17,7 +17,7 @@ from kernels.op import nbytes, operation
 from kernels.packed_attention import _packed_attention
 from kernels.rotate_append import append_token
 from kernels.tuned import tuned
-from kernels.window_append import put, window_append
+from kernels.window_append import put, slot_in_window, window_append
 
 
 def _reads(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_of: Tensor, mean_k: Tensor | None,
@@ -78,16 +78,14 @@ def _mixed_append_kernel(
     else:
         own = pid_b * (H - whole) + at - whole
         first, n_gone = R * whole * T + own * C, tl.load(dropped + pid_b)
-        n_dropped, slot = tl.maximum(n_gone, 1), tl.load(fresh + pid_b)
-        leaves, table = slot < 0, slot_of + pid_b * ring
-        slot = tl.where(leaves, tl.load(table + (n_dropped - 1) % ring).to(tl.int64), slot)
+        slot, leaves, n_dropped = slot_in_window(
+            slot_of + pid_b * ring, tl.load(place + pid_b), tl.load(fresh + pid_b), n_gone, ring, at == whole
+        )
         if mean_k is not None:
             mean_k += own * D
             mean_v += own * D
         put(k_cache + (first + slot) * D, mean_k, mean_k_out + to * D, k, n_dropped, leaves, D, BLOCK_D)
         put(v_cache + (first + slot) * D, mean_v, mean_v_out + to * D, v, n_dropped, leaves, D, BLOCK_D)
-        if at == whole:  # other programs may read this place before or after: see `window_append`
-            tl.store(table + (tl.load(place + pid_b) % ring + ring) % ring, slot.to(tl.int32))
         tl.store(start + to, first)
         tl.store(stop + to, first + tl.load(filled + pid_b))
         tl.store(count + to, tl.maximum(n_gone, 0))

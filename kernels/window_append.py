@@ -57,6 +57,19 @@ def put(at, mean, mean_out, x, n_dropped, leaves, D: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
+def slot_in_window(table, place, fresh, dropped, ring, writes):
+    """The slot of a row's new token, whether the oldest leaves it, and of how many the mean is then; table [ring] gets
+    the slot if this program `writes`."""
+    n_dropped, slot = tl.maximum(dropped, 1), fresh
+    leaves = slot < 0
+    slot = tl.where(leaves, tl.load(table + (n_dropped - 1) % ring).to(tl.int64), slot)
+    if writes:
+        # other programs may read this place before or after: where it is the oldest's, too, the slot is the same
+        tl.store(table + (place % ring + ring) % ring, slot.to(tl.int32))
+    return slot, leaves, n_dropped
+
+
+@triton.jit
 def _window_append_kernel(
     k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped,
     k_strides, v_strides, H, C, ring, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -64,10 +77,8 @@ def _window_append_kernel(
     """Program: one head of a row."""
     pid_bh = tl.program_id(0).to(tl.int64)
     pid_b, pid_h = pid_bh // H, pid_bh % H
-    table = slot_of + pid_b * ring
-    n_dropped, slot = tl.maximum(tl.load(dropped + pid_b), 1), tl.load(fresh + pid_b)
-    leaves = slot < 0
-    slot = tl.where(leaves, tl.load(table + (n_dropped - 1) % ring).to(tl.int64), slot)
+    to, slot, n_gone = tl.load(place + pid_b), tl.load(fresh + pid_b), tl.load(dropped + pid_b)
+    slot, leaves, n_dropped = slot_in_window(slot_of + pid_b * ring, to, slot, n_gone, ring, pid_h == 0)
     k += pid_b * k_strides[0] + pid_h * k_strides[1]
     v += pid_b * v_strides[0] + pid_h * v_strides[1]
     if mean_k is not None:
@@ -75,10 +86,6 @@ def _window_append_kernel(
         mean_v += pid_bh * D
     put(k_cache + (pid_bh * C + slot) * D, mean_k, None, k, n_dropped, leaves, D, BLOCK_D)
     put(v_cache + (pid_bh * C + slot) * D, mean_v, None, v, n_dropped, leaves, D, BLOCK_D)
-    if pid_h == 0:
-        # other programs may read this place before or after: where it is the oldest's, too, the slot is the same
-        entry = (tl.load(place + pid_b) % ring + ring) % ring
-        tl.store(table + entry, slot.to(tl.int32))
 
 
 @window_append.triton

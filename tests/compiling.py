@@ -12,8 +12,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # methods that launch every kernel between them
 COVER = (
-    "sals,budget=p0.9", "sals-25", "ojakv-0.6", "double_sparsity_offload", "razor", "self_index", "quest", "palu-30",
-    "h2o", "kivi-2", "sparq", "skip_softmax",
+    "sals,budget=p0.9", "sals-25", "ojakv-0.6", "double_sparsity_offload", "razor", "razor,induction=0,echo=0",
+    "self_index", "quest", "palu-30", "h2o", "kivi-2", "sparq", "skip_softmax",
 )  # fmt: skip
 FEW = ("--models", "llama-3.1-8b", "--sizes", "8x32832", "8x12288", "--methods", *COVER, "--weights", "int4")
 EXPERTS = ("--models", "qwen3-30b-a3b", "--methods", "full", "--weights", "--sizes", "1x1000", "--files", "experts")
