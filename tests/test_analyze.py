@@ -210,6 +210,7 @@ def test_all_analyses_calibrate_in_memory(checkpoint, short_corpus, cli):
         (["--weights", "int3"], "--weights int3: use"),
         (["--plots", "/nowhere/plots"], "/nowhere/plots does not exist"),
         (["--out", "/nowhere/x.json"], "/nowhere does not exist"),
+        (["--out", __file__, "--calibration", __file__], "is a file that this run reads"),
     ],
 )
 def test_bad_input_is_one_line(checkpoint, argv, said, refused):

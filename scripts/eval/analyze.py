@@ -40,7 +40,7 @@ from runtime.machine import DTYPES, TINY, pick_device, set_threads
 from runtime.options import Parser, add_calibration, add_weights
 from scripts.eval.analyses import ANALYSES
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table
-from scripts.shared.options import add_run
+from scripts.shared.options import add_run, check_out_of
 from scripts.shared.results import check_out, record, save_figure, write_json
 from weights import (
     WeightFormat,
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     names = list(dict.fromkeys(opt.only.split(",")))
     if unknown := [n for n in names if n not in ANALYSES]:
         raise InputError(f"unknown analysis {unknown[0]!r} in --only: use {', '.join(ANALYSES)}")
-    check_out(opt.out)  # reports bad paths before minutes of work
+    check_out_of(opt)  # reports bad paths before minutes of work
     if opt.plots and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plots needs matplotlib: pip install -r requirements-dev.txt")
     if opt.plots:

@@ -29,8 +29,9 @@ from engine import LLM, Chat
 from engine.decode import pad
 from runtime.errors import InputError, run_cli
 from runtime.hub import add_checkpoint
-from runtime.machine import ROOT, check_out, read_text, written
+from runtime.machine import ROOT, read_text, written
 from runtime.options import Parser, add_calibration
+from scripts.shared.options import check_out_of
 
 TEMPLATE = Path(__file__).with_name("view.html")
 PLACES = 96  # the most tokens shaded per step, layer and head: those with the largest weights
@@ -54,7 +55,7 @@ def parse_args() -> argparse.Namespace:
         raise InputError(f"--steps {opt.steps}: give 1 to 256, every step adds to the page")
     if opt.query_in_prompt and not opt.question:
         raise InputError("--query-in-prompt says when the question is read: add --question")
-    check_out(opt.out, reads=(opt.prompt_file, opt.checkpoint, *(opt.calibration or ())))
+    check_out_of(opt)
     return opt
 
 

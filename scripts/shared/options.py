@@ -161,10 +161,13 @@ def add_run(p: argparse.ArgumentParser, resume: bool = True) -> None:
 
 
 def check_out_of(opt: argparse.Namespace, in_folder: str = "") -> None:
-    """Checks --out and --resume. in_folder: a file of the folder that --out names."""
-    if opt.resume and not opt.out:
+    """Checks --resume, and --out, which may be no file that another flag names. in_folder: a file of the folder that
+    --out names."""
+    if "resume" in opt and opt.resume and not opt.out:
         raise InputError("--resume needs --out, the result to continue from")
-    check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out)
+    others = [x for flag, x in vars(opt).items() if flag != "out"]
+    reads = [x for other in others for x in (other if isinstance(other, list) else [other]) if isinstance(x, str)]
+    check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out, reads=reads)
 
 
 def check_run(opt: argparse.Namespace) -> None:
