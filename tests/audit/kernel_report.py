@@ -4,7 +4,7 @@
     python -m tests.audit.kernel_report --cc 90 --models llama-3.1-8b --sizes 8x32832 --methods sals-12.5 kivi-2
     python -m tests.audit.kernel_report --methods mine.py                          # a method's file, anywhere
 
-Another Triton is compared with the one that is installed by its unpacked wheel:
+Another Triton, in a folder of its own (pip install --target), is compared with the one that is installed:
 
     python -m tests.audit.kernel_report --one --cc 90 --out newest.json
     PYTHONPATH=FOLDER python -m tests.audit.kernel_report --one --cc 90 --beside newest.json
