@@ -34,7 +34,7 @@ from kernels.linear import serves_dense
 from kernels.native import VECTOR
 from kernels.rope import Rope, RopeArgs, apply_rope, grow
 from runtime.errors import InputError
-from runtime.machine import require_memory
+from runtime.machine import as_path, require_memory
 from runtime.parallel import ONE, Ranks
 from weights import CenteredNorm, Experts, HeadsNorm, Joined, Linear, first_outputs
 
@@ -416,7 +416,8 @@ class Transformer(nn.Module):
         """Use the calibration in a file, or in several; None: the default again. Raises InputError if it is another
         model's."""
         self.calibration = None
-        if files := [Path(f) for f in ([file] if isinstance(file, str | Path) else file or ())]:
+        given = [] if file is None else list(file) if isinstance(file, list | tuple) else [file]
+        if files := [as_path(f, "a calibration") for f in given]:
             if self.folder is None:
                 raise InputError("random weights have no calibration: drop --calibration, or give a --checkpoint")
             self.calibration = Calibration.joined(self.folder, self.args, files)

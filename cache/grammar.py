@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runtime.errors import InputError, did_you_mean, short
 from runtime.folders import ROOT, cache_folder
@@ -47,7 +48,7 @@ def unknown_method(name: str, known: Iterable[str]) -> InputError:
 
 def check_names(spec: str) -> None:
     """Raises InputError, before torch is imported, for text that cannot be read or a name that no file can have: a
-    preset's name is a key of a table in a file, or begins with the file's name."""
+    preset's name begins with its file's name, or is a key of the file's PRESETS; some are only known once they run."""
     files = method_files()
     names = {part.name for part in parse_spec(spec)}
     if all(name in files or name.partition("-")[0] in files for name in names):
@@ -55,11 +56,14 @@ def check_names(spec: str) -> None:
     known = [*files]
     for file in files.values():
         with contextlib.suppress(OSError, ValueError, SyntaxError):  # a broken file breaks nothing but itself
-            tables = [line.value for line in ast.parse(file.read_text()).body if isinstance(line, ast.Assign)]
-            keys = [
-                key.value for table in tables for key in getattr(table, "keys", ()) if isinstance(key, ast.Constant)
-            ]
-            known += [key for key in keys if isinstance(key, str)]
+            for line in ast.parse(file.read_text()).body:
+                if re.match(r"PRESETS\b", ast.unparse(line)):
+                    table = getattr(line, "value", None)
+                    keys: list[Any] = [getattr(key, "value", None) for key in getattr(table, "keys", ())]
+                    keys += [word.arg for word in getattr(table, "keywords", ())]  # of dict(name=...)
+                    if file.parent != HERE and (not keys or None in keys):
+                        return
+                    known += [key for key in keys if isinstance(key, str)]
     for name in names:
         if name not in known and name.partition("-")[0] not in files:
             raise unknown_method(name, known)

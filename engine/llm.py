@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from loading.named import named_args
 from loading.tokenizer.base import stop_strings
 from loading.tokenizer.random import RandomVocabulary
 from loading.tokenizer.turns import Chat
-from runtime.errors import InputError, check_count
+from runtime.errors import InputError, check_count, short
 from runtime.hub import fetched_folder
 from runtime.machine import TINY, SpareCores, check_out, pick_device, pick_dtype
 from runtime.parallel import ONE, Ranks
@@ -105,6 +105,7 @@ class LLM:
             raise InputError("adaptive sets the number of drafts: give speculate, too")
         if prefill_chunk is not None:
             check_count("--prefill-chunk", prefill_chunk, 1, 2**31 - 1, "leave it out to read a prompt at once")
+        check_count("--seed", seed, 0, 2**63 - 1)
         backend.FALL_BACK = not backend.INTERPRETED
         self.speculate, self.adaptive = speculate or 0, adaptive
         self.cores, self.lock = SpareCores(), threading.RLock()
@@ -271,13 +272,15 @@ class LLM:
         model's context or the free memory, and `Ended`, with the text so far, if a step fails.
         """
         sampling, chat, out = Sampling.of(sampling), Chat.check(chat), list[Completion]()
+        if not isinstance(questions, str | Iterable | None):
+            raise InputError(f"questions are {short(questions)}: give a text, or a list of texts")
         texts = [questions] if isinstance(questions, str) else list(questions or ())
         if pack is not None:  # what `save` would refuse after the prompts are read
             if save is None:
                 raise InputError("pack makes a small file of a saved cache: give save, too")
             check_step(pack)
             self.model.find_calibration()
-        saved = CacheFile(load) if isinstance(load, str | Path) else load
+        saved = load if isinstance(load, CacheFile | None) else CacheFile(load)
         if saved is not None:
             if prompts is not None or (chat and chat.system is not None):
                 raise InputError("--load-cache brings its prompt: drop --prompt, --prompt-file and --system")

@@ -28,7 +28,7 @@ from engine.pack import pack, unpack
 from engine.sampling import noise_keys
 from model import Transformer
 from runtime.errors import InputError
-from runtime.machine import DTYPES, check_fetched, require_memory
+from runtime.machine import DTYPES, as_path, check_fetched, require_memory
 from weights import WeightFormat
 
 VERSION = 2  # version of the file
@@ -276,7 +276,7 @@ class CacheFile:
     """A file that `save` wrote, read and verified. An InputError says what is wrong with it and what to do."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = as_path(path, "a saved cache")
         if not self.path.is_file():
             raise InputError(f"there is no file {path}: generate.py --save-cache {path} writes one")
         check_fetched(self.path)

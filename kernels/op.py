@@ -236,7 +236,8 @@ class _Reads(TorchDispatchMode):
         for name, x in named.items():
             for part in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(part, Tensor) and part.untyped_storage()._cdata in self.storages:
-                    self.bytes += sizes.get(name, 0 if name in written else nbytes(part))
+                    whole = min(nbytes(part), part.untyped_storage().nbytes())  # an expanded one is read once
+                    self.bytes += sizes.get(name, 0 if name in written else whole)
         return out
 
 

@@ -124,7 +124,8 @@ class AttentionMatching(Evicting):
         low, high = BOUNDS[self.args.keys]
         w = least_squares(e, total, n).clamp(low, high)
         if STEPS[self.args.keys]:
-            step = torch.linalg.matrix_norm(e, 2)[..., None, None].square().clamp(min=1e-30)
+            # of numbers out of range, which the logits will show, an SVD raises an exception
+            step = torch.linalg.matrix_norm(e.nan_to_num(), 2)[..., None, None].square().clamp(min=1e-30)
         for _ in range(STEPS[self.args.keys]):
             w = (w - e.mT @ (e @ w - total) / step).clamp(low, high)
         return w

@@ -282,14 +282,15 @@ def _layer_types(c: dict[str, Any], family: Family, n_layer: int) -> list[str]:
     types, slides = c.get("layer_types"), family.slides or (lambda c, i: False)
     if types is not None and not (isinstance(types, list) and all(isinstance(t, str) for t in types)):
         raise InputError(f"config.json: layer_types must be a list of names, found {short(types)}")
+    if types and "layer_types" in family.reads:
+        if len(types) == n_layer and set(types) <= {"full_attention", "sliding_attention"}:
+            return types
+        raise InputError(f"config.json: layer_types must name full_attention or sliding_attention for {n_layer} layers")
     usual = ["sliding_attention" if slides(c, i) else "full_attention" for i in range(n_layer)]
-    if "layer_types" not in family.reads and types and set(types) - {*usual} and c.get("sliding_window") is not None:
+    if types and set(types) - {*usual} and c.get("sliding_window") is not None:
         raise InputError(f"config.json sets layer_types, which transformers ignores in a {c['model_type']} model: "
                          "leave them out, or set a model_type that reads them, as ministral")  # fmt: skip
-    types = types if types and "layer_types" in family.reads else usual
-    if len(types) != n_layer or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise InputError(f"config.json: layer_types must name full_attention or sliding_attention for {n_layer} layers")
-    return types
+    return usual
 
 
 def _experts_from_hf(c: dict[str, Any], n_layer: int) -> dict[str, Any]:
@@ -311,13 +312,12 @@ def _experts_from_hf(c: dict[str, Any], n_layer: int) -> dict[str, Any]:
 
 def _windows_from_hf(c: dict[str, Any], family: Family, n_layer: int) -> tuple[int | None, ...]:
     """The windows of layers that slide: all of a family, or as layer_types, or a pattern of windows, says."""
-    window, switched = c.get("sliding_window"), "use_sliding_window" in family.reads
-    if window is None:
-        return ()
-    if switched and not c.get("use_sliding_window"):
-        if "sliding_attention" in (c.get("layer_types") or ()):
-            raise InputError("config.json: layer_types has sliding_attention, but use_sliding_window is not true: "
-                             "correct one of them")  # fmt: skip
+    window, off = c.get("sliding_window"), "use_sliding_window" in family.reads and not c.get("use_sliding_window")
+    if off or window is None:
+        named = "layer_types" in family.reads and (c.get("layer_types") or family.local_theta)
+        if named and "sliding_attention" in _layer_types(c, family, n_layer):
+            why = "use_sliding_window is not true" if off else "there is no sliding_window"
+            raise InputError(f"config.json: layer_types has sliding_attention, but {why}: correct one of them")
         return ()
     types = _layer_types(c, family, n_layer)
     if not family.slides:

@@ -191,12 +191,19 @@ def written(path: str | Path) -> Iterator[Path]:
         tmp.unlink(missing_ok=True)
 
 
+def as_path(file: object, what: str) -> Path:
+    """Raises InputError if it is no file's name."""
+    if not isinstance(file, str | os.PathLike):
+        raise InputError(f"{what} is {short(file)}, a {type(file).__name__}: give a file's name")
+    return Path(file)
+
+
 def check_out(path: str | Path | None, flag: str = "--out", reads: Iterable[str | None] = ()) -> None:
     """Raises InputError, before any computation, if no file can be written at `path`, or if it is one that the run
     reads. None: no file is wanted."""
     if path is None:
         return
-    path = Path(path)
+    path = as_path(path, flag)
     try:
         if not path.parent.is_dir():
             raise InputError(f"{flag}: cannot write {path}: the folder {path.parent} does not exist")

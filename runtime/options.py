@@ -33,7 +33,8 @@ def answer_early(parse: Callable[[], Any]) -> None:
     try:
         parse()
     except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -277,6 +277,14 @@ def test_razor_is_filled_as_by_its_own_prefill():
 # ---- generate ----
 
 
+def test_bytes_read_by_budgets_of_p_are_those_of_the_steps(cli, config):
+    """Not the most that a step could read, which is all that is known before one."""
+    methods = [f"double_sparsity,budget=p{p},min_tokens=0,sinks=0,recent=1" for p in (0.99, 0.1)]
+    data = generated(cli, config, "--method", *methods, "--mode", "eager", "--batch", 1, "--length", 40)
+    most, least = (r["traffic"] for r in data["rows"])
+    assert least < 0.7 * most
+
+
 def test_generate_rows(cli, config, tmp_path):
     """What update_readme.py reads, and what is new."""
     out = tmp_path / "generate.json"

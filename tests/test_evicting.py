@@ -434,6 +434,15 @@ def test_kvzip_keeps_what_a_repetition_looks_at(g, d, knobs, chunk, ask, monkeyp
                 assert kept(method, b, head) == want, (b, head)
 
 
+def test_keys_that_are_no_numbers_reach_the_logits():
+    """Which say so in one line, as with every method."""
+    method = layer("attention_matching", dict(budget=8, min_tokens=0), (2, 2, 32), 1, 40)
+    q, k, v = (torch.randn(1, 2, 20, 32) for _ in range(3))
+    k[0, 0, 3, 5] = float("inf")
+    method.prefill(q, k, v, torch.tensor([20]))
+    assert not method.k[0, 0].isfinite().all() or not method.bias[0, 0].isfinite().all()
+
+
 def test_attention_is_matched_for_no_more_queries_than_there_are():
     method = layer("attention_matching", dict(budget=8, samples=50_000), (2, 2, 32), 1, 40)
     some, there = method.references(torch.randn(1, 4, 30, 32), torch.tensor([20]), 2)

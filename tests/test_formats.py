@@ -359,6 +359,11 @@ def test_gptq_under_the_label_of_the_other_version(bits, version, tmp_path, caps
         ((_, t),) = open_checkpoint(folder).tensors()
         err = capsys.readouterr().err
         assert torch.equal(dense(t), w) == sym and bool(err) == sym and err.count("\n") == sym
+        if sym:  # a zero that is off is not another format
+            module["qzeros"][0, 0] += 1
+            folder = write_folder(tmp_path / f"off {bits}{version}", CONFIG, said, {NAME: module})
+            ((_, off),) = open_checkpoint(folder).tensors()
+            assert 0 < (dense(off) != w).double().mean() < 0.1
         assert (
             not sym or f"with sym = true, its zeros are those of gptq{'_v2' * (version == 2)}, and are read so" in err
         )
@@ -416,6 +421,12 @@ def test_settings_in_a_file_of_their_own(tmp_path):
         (folder / name).write_text(json.dumps(said))
         ((_, t),) = open_checkpoint(folder).tensors()
         assert same_bits(t.dequantize(), w)
+    # what config.json leaves out
+    settings = gptq_settings(sym=False, checkpoint_format=None)
+    folder = write_folder(tmp_path / "both", CONFIG, settings, {NAME: pack_gptq(codes, zeros, scales, 32, 4, 2)})
+    (folder / "quantize_config.json").write_text(json.dumps(dict(checkpoint_format="gptq_v2", bits=8)))
+    ((_, t),) = open_checkpoint(folder).tensors()
+    assert same_bits(t.dequantize(), w)
 
 
 SETTINGS_REFUSED = {
@@ -429,6 +440,7 @@ SETTINGS_REFUSED = {
     "awq exllama": (dict(quant_method="awq", group_size=32, version="exllama"), "'exllama'"),
     "awq symmetric": (dict(quant_method="awq", group_size=32, zero_point=False), "zero_point = False"),
     "method a list": (dict(quant_method=["gptq"]), "quant_method"),
+    "two labels": (gptq_settings(format="gptq_v2"), "checkpoint_format is gptq and format is gptq_v2"),
     "old marlin": (gptq_settings(is_marlin_format=True), "is_marlin_format"),
 }
 

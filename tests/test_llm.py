@@ -204,6 +204,12 @@ def test_more_tokens_than_were_promised_are_refused(llm):
         (lambda llm: Sampling(top_k=2.0), "--top-k is 2.0"),
         (lambda llm: Sampling(temperature=None), "--temperature is a NoneType: give a number"),
         (lambda llm: LLM(TINY, max_seq_len=80.0), "--max-seq-len is 80.0"),
+        (lambda llm: llm.generate("a", questions=3), "questions are 3: give a text"),
+        (lambda llm: llm.generate(None, load=3), "a saved cache is 3, a int: give a file's name"),
+        (lambda llm: llm.generate("a", save=3), "--save-cache is 3, a int"),
+        (lambda llm: LLM(weights=4), "--weights 4: use fp32"),
+        (lambda llm: LLM(calibration=[3]), "a calibration is 3, a int"),
+        (lambda llm: LLM(random_init="llama-3.2-1b", seed="x"), "--seed is 'x'"),
     ],
 )
 def test_bad_input(llm, call, says):

@@ -67,7 +67,19 @@ class Gathers(Full):
         return super().attend(q, idx, count, pos) + self.k[:, :, pos].sum()
 
 
-@pytest.mark.parametrize("cls, more", [(Full, 0), (Rereads, 4096), (Gathers, 8)])
+class Channels(Full):
+    """Takes one channel of each, which a list names that is expanded to all keys."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.channels = self.constant("channels", (self.shape.n_kv_head, 1), None, torch.int64)
+
+    def attend(self, q, idx, count, pos):
+        at = self.channels[None, :, None].expand(len(q), -1, self.k.shape[2], -1)
+        return super().attend(q, idx, count, pos) + self.k.gather(3, at).sum()
+
+
+@pytest.mark.parametrize("cls, more", [(Full, 0), (Rereads, 4096), (Gathers, 8), (Channels, 4096 / 128 + 1 / 256)])
 def test_a_method_that_reads_more_than_it_says_is_seen(cls, more):
     """In keys of every row and head."""
     method = on_meta(cls, {}, 8, 4096)

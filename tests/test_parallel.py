@@ -179,6 +179,7 @@ def test_one_process_imports_nothing_of_torch_distributed():
 @pytest.mark.parametrize("argv, n, said", [
     (["--prompt", "x"], 3, "3 processes cannot share 8 heads, 4 KV heads and an MLP of 512: start 1, 2, 4, 8"),
     (["--method", "palu", "--prompt", "x"], 2, "use group=1"),
+    (["--method", "nope", "--prompt", "x"], 2, "unknown method 'nope'"),
 ])  # fmt: skip
 def test_bad_input_is_said_once(argv, n, said):
     """Every process ends with 2; what torchrun adds of its own stands below."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache.grammar import HERE, Part, parse_spec
+from cache.grammar import HERE, Part, check_names, parse_spec
 from cache.spec import describe, layer_methods, method_class, resolve
 from kv_methods.full import Full
 from kv_methods.sals import Sals
@@ -108,6 +108,19 @@ def test_an_own_file_takes_the_place_of_ours_and_one_line_says_so(tmp_path, monk
             resolve(name)
     monkeypatch.setenv("KV_FAST_METHODS", "")
     assert method_class("h2o").paper == ours.paper
+
+
+@pytest.mark.parametrize("presets", [
+    "PRESETS = dict(tight=dict(knob=1))", 'PRESETS: dict[str, dict] = {"tight": {}}',
+    'PRESETS = {f"{x}ight": {} for x in "tf"}', 'MORE = {"tight": {}}\nPRESETS = {**MORE, "loose": {}}',
+])  # fmt: skip
+def test_a_preset_is_known_before_torch_is_imported(tmp_path, monkeypatch, presets):
+    (tmp_path / "own.py").write_text(f"{FIRST}\n\n{presets}\n")
+    monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path))
+    check_names("0:full,1-:tight")
+    (tmp_path / "own.py").write_text(f'{FIRST}\n\nPRESETS = {{"loose": {{}}}}\n')
+    with pytest.raises(InputError, match="unknown method 'tight'"):
+        check_names("0:full,1-:tight")
 
 
 def test_a_missing_folder_is_an_error(monkeypatch, tmp_path):

@@ -642,6 +642,22 @@ def test_two_files_that_give_different_tokens(meta, tmp_path, capsys):
     assert "tokenizer.json and tokenizer.model give different tokens; tokenizer.json is read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind, pattern, told", [
+    ("Qwen2Tokenizer", LLAMA3, True), ("Qwen2Tokenizer", QWEN2, False), ("GPT2Tokenizer", LLAMA3, False),
+])  # fmt: skip
+def test_a_pattern_that_is_not_of_the_class(tmp_path, capsys, kind, pattern, told):
+    """Of vocab.json and merges.txt the class gives the pattern; tokenizer.json has its own."""
+    tok = trained([pattern])
+    model = json.loads(tok.to_str())["model"]
+    merges = "\n".join(m if isinstance(m, str) else " ".join(m) for m in model["merges"]).encode()
+    load_tokenizer(write(tmp_path, **{
+        "tokenizer.json": json.loads(tok.to_str()), "vocab.json": model["vocab"], "merges.txt": merges,
+        "tokenizer_config": {"tokenizer_class": kind},
+    }))  # fmt: skip
+    said = "tokenizer.json and merges.txt give different tokens; tokenizer.json is read"
+    assert (said in capsys.readouterr().err) == told
+
+
 # ---- streaming -------------------------------------------------------------------------------------------------------
 
 

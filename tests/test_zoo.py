@@ -408,6 +408,10 @@ def test_other_architectures_are_refused_with_the_bridge_named(name):
     dict(model_type="mistral", rope_scaling=dict(YARN, llama_4_scaling_beta=0.1)),
     dict(model_type="mistral", sliding_window=8, layer_types=TYPES),
     dict(model_type="llama", sliding_window=8, layer_types=[[1]]),
+    dict(model_type="qwen2", layer_types=["chunked_attention"] * 4),
+    dict(model_type="qwen3", use_sliding_window=False, layer_types=TYPES[:1]),
+    dict(model_type="ministral", sliding_window=None, layer_types=TYPES),
+    dict(model_type="gemma3_text", sliding_window=None), dict(model_type="olmo3", sliding_window=None),
 ], ids=str)  # fmt: skip
 def test_settings_that_are_not_computed_are_refused_by_name(changes):
     key = [*changes][-1]

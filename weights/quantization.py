@@ -54,7 +54,7 @@ class WeightFormat:
             if head not in (None, "fp32"):
                 raise InputError(f"--head {head} needs --weights bf16, int8 or int4")
             return cls(DENSE) if text else None
-        name, colon, group = text.partition(":")
+        name, colon, group = str(text).partition(":")
         if name not in BITS or (colon and (name == "bf16" or group not in GROUPS)):
             raise InputError(f"--weights {text}: use fp32, bf16, int8 or int4, these also with a group: int4:64, "
                              "int8:channel (32, 64, 128 or channel inputs share a scale)")  # fmt: skip

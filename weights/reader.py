@@ -91,10 +91,13 @@ def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
         tied = "lm_head.weight" not in Shards(folder)  # Mistral Small 3 does not say
         config = config | dict(tie_word_embeddings=tied)
     source, quantization = "quantization_config in config.json", config.get("quantization_config")
-    if quantization is None:  # older checkpoints have it in a separate file
-        for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
-            if (folder / name).is_file():
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (folder / name).is_file():  # older checkpoints have it in a separate file, or a part of it
+            if quantization is None:
                 source, quantization = name, {"quant_method": method} | read_object(folder / name)
+            elif isinstance(quantization, dict) and quantization.get("quant_method") == method:
+                said = {k: v for k, v in quantization.items() if v is not None}
+                source, quantization = f"{source} with {name}", read_object(folder / name) | said
     if "quantization" in config:
         raise InputError(f"{folder}: config.json sets quantization, which is MLX's: not supported. Take the checkpoint "
                          "in bf16 or fp16, or one of GPTQ, AWQ, compressed-tensors or GGUF")  # fmt: skip

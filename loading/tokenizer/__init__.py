@@ -18,7 +18,12 @@ from pathlib import Path
 from loading.tokenizer.base import Stream, Tokenizer
 from loading.tokenizer.folder import Folder
 from loading.tokenizer.gguf import gguf_tokenizer
-from loading.tokenizer.library import LibraryTokenizer, from_tokenizer_json, from_vocab_and_merges
+from loading.tokenizer.library import (
+    LibraryTokenizer,
+    differs_from_merges,
+    from_tokenizer_json,
+    from_vocab_and_merges,
+)
 from loading.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from loading.tokenizer.tiktoken_model import TIKTOKEN_LINE, TiktokenTokenizer
 from runtime.errors import InputError, warn_once
@@ -59,8 +64,10 @@ def _load_folder(folder: Folder) -> Tokenizer:
         expected = "tokenizer.json, tokenizer.model, tekken.json, or vocab.json with merges.txt"
         raise folder.error("", f"no tokenizer here, expected {expected}; copy them from where it was published")
     first = _load_file(folder, names[0])
-    for name in (n for n in names[1:] if n != "merges.txt"):  # the same library converts that to tokenizer.json
+    for name in names[1:]:
         try:
+            if name == "merges.txt" and (names[0] != "tokenizer.json" or not differs_from_merges(folder)):
+                continue
             other = _load_file(folder, name)
             ids, others = (tk.encode(PROBE, bos=False) for tk in (first, other))
         except (InputError, *MALFORMED):  # nothing needs it

@@ -138,10 +138,22 @@ def from_tokenizer_json(folder: Folder) -> LibraryTokenizer:
     return _of_folder(folder, engine)
 
 
+def class_name(folder: Folder) -> str:
+    """The name of the tokenizer's class, or of the model."""
+    return folder.config.get("tokenizer_class") or folder.json("config.json").get("model_type") or "not named"
+
+
+def differs_from_merges(folder: Folder) -> bool:
+    """Whether tokenizer.json has another pattern than its class gives `vocab.json` and `merges.txt`. Only Qwen's class
+    has a pattern of its own: GPT-2's is named by models with many others."""
+    text = folder.text("tokenizer.json")
+    return class_name(folder).lower().startswith("qwen") and json.dumps(QWEN2)[1:-1] not in text
+
+
 def from_vocab_and_merges(folder: Folder) -> LibraryTokenizer:
     """`vocab.json` + `merges.txt`. Only the name of the tokenizer's class or of the model tells which pattern
     belongs to them."""
-    name = folder.config.get("tokenizer_class") or folder.json("config.json").get("model_type") or "not named"
+    name = class_name(folder)
     qwen = name.lower().startswith("qwen")
     if not qwen and not name.lower().startswith("gpt2"):
         expected = "expected Qwen2Tokenizer or GPT2Tokenizer; add its tokenizer.json"

@@ -50,8 +50,7 @@ class Ours(Run):
         model, sampling = w.model, self.sampling
         self.step = make_mode(model, sampling, self.mode)
         Session(model, self.step, sampling).warm_up(w.batch)
-        read = sum(m.traffic(w.length + w.new // 2) for m in self.cache)
-        self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, size), traffic=read)
+        self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, size))
 
     @torch.inference_mode()
     def __call__(self) -> dict[str, float]:
@@ -63,7 +62,12 @@ class Ours(Run):
             self._fill(session)
         before = session.decoded
         took = self._timed(lambda: sum(1 for _ in session.rows(w.new + w.synthetic)))
+        self.info["traffic"] = self._traffic()  # after steps: what some methods read depends on attention
         return times | dict(step=took / max(1, session.decoded - before))
+
+    def _traffic(self) -> float:
+        """Bytes of a cache that a token in the middle of the reply reads."""
+        return sum(m.traffic(self.work.length + self.work.new // 2) for m in self.cache)
 
     def _session(self) -> Session:
         self.work.model.cache = self.cache
@@ -132,12 +136,16 @@ class Drafting(Ours):
             self.step = make_step(model, self.sampling, self.mode == "compiled")
             self.speculator = Enforced(model, self.sampling.draw, self.drafts, self.mode == "compiled")
             self._session().warm_up(w.batch)
-        at, n = w.length + w.new // 2, self.drafts
-        full = model.kv_bytes_full(w.batch, at + 1)
-        tokens = tokens_a_round(n, self.chance)
         self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, w.length + w.new),
-                         drafts=n, chance=self.chance, passes=(n + 1) / tokens,
-                         traffic=(n * sum(m.traffic(at) for m in self.cache) + full) / tokens)  # fmt: skip
+                         drafts=self.drafts, chance=self.chance, passes=(self.drafts + 1) / self._tokens)  # fmt: skip
+
+    @property
+    def _tokens(self) -> float:
+        return tokens_a_round(self.drafts, self.chance)
+
+    def _traffic(self) -> float:
+        full = self.work.model.kv_bytes_full(self.work.batch, self.work.length + self.work.new // 2 + 1)
+        return (self.drafts * super()._traffic() + full) / self._tokens
 
     def _session(self) -> Session:
         self.speculator.chance, self.speculator.rounds = self.chance, 0
