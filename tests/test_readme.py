@@ -55,11 +55,15 @@ def test_the_decoder_section_runs():
     assert not scope["logits"].requires_grad and len(scope["trace"]) >= 3
 
 
-def test_the_example_method_keeps_the_contract(tmp_path):
-    """Quick checks of the window; all checks run on the other example, H2O, in tests/test_contract.py."""
-    file = tmp_path / "window.py"
-    file.write_text(EXAMPLES[0])
-    done = run("-m", "scripts.contract", str(file), "--only", "lossless,stress,ragged,window")
+@pytest.mark.parametrize("i", range(3))
+def test_the_example_methods_keep_the_contract(tmp_path, i):
+    """Quick checks of the window and of design.md's; all run on the other example, H2O, in tests/test_contract.py."""
+    imports = "import torch\n\nfrom cache.calibration import Statistic\nfrom cache.selecting import Selecting\n\n"
+    more = re.findall(r"```python\n(class .*?)```", (ROOT / "docs" / "design.md").read_text(), re.S)
+    file = tmp_path / "example.py"
+    file.write_text([EXAMPLES[0], *(imports + code for code in more)][i])
+    assert len(more) == 2
+    done = run("-m", "scripts.contract", str(file), "--only", "lossless,stress,ragged,window,traffic")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
