@@ -48,7 +48,7 @@ def unknown_method(name: str, known: Iterable[str]) -> InputError:
 
 def check_names(spec: str) -> None:
     """Raises InputError, before torch is imported, for text that cannot be read or a name that no file can have: a
-    preset's name begins with its file's name, or is a key of the file's PRESETS; some are only known once they run."""
+    preset's name begins with its file's name, or is a key of a table there, which may have to be run to be known."""
     files = method_files()
     names = {part.name for part in parse_spec(spec)}
     if all(name in files or name.partition("-")[0] in files for name in names):
@@ -57,13 +57,12 @@ def check_names(spec: str) -> None:
     for file in files.values():
         with contextlib.suppress(OSError, ValueError, SyntaxError):  # a broken file breaks nothing but itself
             for line in ast.parse(file.read_text()).body:
-                if re.match(r"PRESETS\b", ast.unparse(line)):
-                    table = getattr(line, "value", None)
-                    keys: list[Any] = [getattr(key, "value", None) for key in getattr(table, "keys", ())]
-                    keys += [word.arg for word in getattr(table, "keywords", ())]  # of dict(name=...)
-                    if file.parent != HERE and (not keys or None in keys):
-                        return
-                    known += [key for key in keys if isinstance(key, str)]
+                table = getattr(line, "value", None)
+                keys: list[Any] = [getattr(key, "value", None) for key in getattr(table, "keys", ())]
+                keys += [word.arg for word in getattr(table, "keywords", ())]  # of dict(name=...)
+                if file.parent != HERE and (not keys or None in keys) and re.match(r"PRESETS\b", ast.unparse(line)):
+                    return
+                known += [key for key in keys if isinstance(key, str)]
     for name in names:
         if name not in known and name.partition("-")[0] not in files:
             raise unknown_method(name, known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):  # type: ignore[override]
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # all ranks parse the arguments, and the first reports errors
-            sys.exit(2)
+        leave_to_first_rank()
         raise InputError(f"{message}; see {self.prog} --help")
 
 
@@ -33,8 +33,16 @@ def answer_early(parse: Callable[[], Any]) -> None:
     try:
         parse()
     except InputError as e:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {e}", file=sys.stderr)
+        leave_to_first_rank()
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+def leave_to_first_rank() -> None:
+    """All processes of torchrun parse the options, and the first reports what is wrong. Another one waits for the end
+    that torchrun then brings: if it ended first, the first would be killed before it has said so."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(30)
         sys.exit(2)
 
 
