@@ -40,7 +40,10 @@ def run_cli(main: Callable[[], int | None]) -> None:
             raise
         print(f"error: the output cannot be written: {e.strerror}", file=sys.stderr)
         sys.stdout, code = open(os.devnull, "w"), 2  # noqa: SIM115, what is left in the old one is not flushed again
-    sys.exit(code)
+    leave(code)
+
+
+leave: Callable[[int], Any] = sys.exit  # how `run_cli` ends the process; parallel.py has another way
 
 
 def quiet_interrupt() -> None:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from runtime import errors
 from runtime.errors import InputError
 
 CONNECTING = timedelta(seconds=10)  # torchrun's store runs before any rank does
@@ -152,6 +153,16 @@ def _report_errors(ranks: Ranks, stderr: Any) -> None:
     sys.excepthook = report
 
 
+def _leave(code: int) -> None:
+    """Ends the process without Python's finalization, in which tensors that gloo's threads still hold may abort it
+    (pytorch/pytorch, pull request 179291): torchrun would then take a run that is complete for one that failed."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # it is closed, or its reader has gone
+            stream.flush()
+    os._exit(code)
+
+
 def _meet(rank: int, size: int) -> Any:
     """The store of this run, once all ranks have joined. Raises RuntimeError with the missing ones."""
     from torch.distributed import rendezvous
@@ -201,5 +212,6 @@ def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Rank
         except (RuntimeError, ValueError) as e:
             raise InputError(f"rank {rank} of {size} cannot reach the others: {e}") from None
         atexit.register(dist.destroy_process_group)  # gloo's threads must end before the process does
+        errors.leave = _leave
     _report_errors(ranks, stderr)
     return ranks, device

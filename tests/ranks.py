@@ -15,7 +15,7 @@ from loading.checkpoint import load_checkpoint, random_transformer
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs
 from runtime import parallel
-from runtime.errors import InputError
+from runtime.errors import InputError, run_cli
 from weights import WeightFormat
 
 RAGGED = (50, 23, 71)
@@ -61,4 +61,4 @@ def main(job):
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    run_cli(lambda: main(json.loads(sys.argv[1])))

@@ -55,7 +55,7 @@ def run(n, job, agents=1):
         running = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(agents)]
     for process in running:
         _, err = process.communicate(timeout=900)
-        assert process.returncode == 0, err[-2000:]
+        assert process.returncode == 0, f"{err[:3000]} ... {err[-1000:]}"
     return [torch.load(f"{job['out']}.{rank}") for rank in range(n)]
 
 
