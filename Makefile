@@ -1,7 +1,6 @@
 # make demo       set up, and answer a question about a long text with a published model
 # make demo-tiny  the same with the model shipped here
-# make test       set up, and run one in SHARE (6) of each matrix's quick tests, with SLOW=5 one in 5 of the slow ones, too;
-#                 make test ALL=1 runs all tests
+# make test       set up, and run one in SHARE (6) of each matrix's quick tests; make test ALL=1 runs all tests
 # make lint       set up, and check style, types and the order of imports
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -38,7 +37,7 @@ SHARE ?= 6
 PYTEST = SEED=$(SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder \
 	--random-order-bucket=module --random-order-seed=$(ORDER)
 test: .venv/dev .venv/smollm2
-	$(PYTEST) $(if $(ALL),,$(if $(SLOW),--slow $(SLOW),-m "not slow") --share $(SHARE))
+	$(PYTEST) $(if $(ALL),,-m "not slow" --share $(SHARE))
 
 # Tests on published files that other packages ship; tests/test_real_files.py says how to get them.
 test-real: .venv/dev

@@ -1,7 +1,6 @@
 """Every test starts from the same random state. Without a GPU, Triton kernels run in Triton's interpreter.
 
-With `--share N`, as in `make test`, one case in N of each test runs, but three at least: SEED draws which. With
-`--slow N`, as in .ci/run, so does one in N of the slow tests, which the seed of the order draws.
+With `--share N`, as in `make test`, one case in N of each test runs, but three at least: SEED draws which.
 """
 
 from __future__ import annotations
@@ -37,19 +36,14 @@ LONG = [
 
 def pytest_addoption(parser):
     parser.addoption("--share", type=int, metavar="N", help="run one in N of the cases of each test")
-    parser.addoption("--slow", type=int, metavar="N", help="run one in N of the slow tests")
 
 
 @pytest.hookimpl(trylast=True)  # once what `-m` leaves out is gone
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: LONG.index(name) if (name := item.path.name) in LONG else len(LONG))
-    share, slow, cases, drawn = config.getoption("--share"), config.getoption("--slow"), defaultdict(list), set()
+    share, cases, drawn = config.getoption("--share"), defaultdict(list), set()
     for item in items:
-        if slow and item.get_closest_marker("slow"):
-            if random.Random(f"{config.getoption('random_order_seed')} {item.nodeid}").randrange(slow) == 0:
-                drawn.add(item)
-        else:
-            cases[item.nodeid.partition("[")[0]].append(item)
+        cases[item.nodeid.partition("[")[0]].append(item)
     for name, some in cases.items():
         n = min(len(some), max(3, math.ceil(len(some) / share))) if share else len(some)
         drawn |= set(random.Random(f"{os.environ.get('SEED')} {name}").sample(some, n))
