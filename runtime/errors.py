@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import functools
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,28 +24,45 @@ class InputError(ValueError):
 
 def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command line's `main` and exit: InputError -> `error: ...` on stderr and code 2, Ctrl-C -> code 130."""
+    said = ""
     try:
         code = main() or 0
         if sys.stdout:  # None if it is closed
             sys.stdout.flush()
     except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
-        code = 2
+        said, code = f"error: {e}", 2
     except KeyboardInterrupt as e:
-        print(f"interrupted: {e}" if str(e) else "interrupted", file=sys.stderr)
-        code = 130
+        said, code = f"interrupted: {e}" if str(e) else "interrupted", 130
     except BrokenPipeError:  # the reader (head, less) has gone: not an error of ours
         sys.stderr.close()
         code = 0
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF) or e.filename:  # of a file: a fault of ours
             raise
-        print(f"error: the output cannot be written: {e.strerror}", file=sys.stderr)
+        said = f"error: the output cannot be written: {e.strerror}"
         sys.stdout, code = open(os.devnull, "w"), 2  # noqa: SIM115, what is left in the old one is not flushed again
+    end(code, said)
+
+
+leave: Callable[[int], Any] = sys.exit  # how `end` ends the process; parallel.py has another way
+FIRST_RANK_SPEAKS = 30  # seconds
+
+
+def end(code: int, said: str = "") -> None:
+    """Print what was wrong, if anything, and exit.
+
+    All processes of torchrun find the same bad input, and the first one says so. Another waits meanwhile for the end
+    that torchrun then brings: if it ended first, the first would be killed in silence. If none comes, the fault is this
+    process's own, and it says so itself, whether its stderr is muted or not.
+    """
+    stderr = sys.stderr
+    if code == 2 and os.environ.get("RANK", "0") != "0":
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(FIRST_RANK_SPEAKS)
+        stderr = sys.__stderr__
+    if said:
+        print(said, file=stderr)
     leave(code)
-
-
-leave: Callable[[int], Any] = sys.exit  # how `run_cli` ends the process; parallel.py has another way
 
 
 def quiet_interrupt() -> None:

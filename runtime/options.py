@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import InputError, need_torch, quiet_interrupt
+from runtime.errors import InputError, end, need_torch, quiet_interrupt
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -22,7 +19,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):  # type: ignore[override]
-        leave_to_first_rank()
         raise InputError(f"{message}; see {self.prog} --help")
 
 
@@ -33,17 +29,7 @@ def answer_early(parse: Callable[[], Any]) -> None:
     try:
         parse()
     except InputError as e:
-        leave_to_first_rank()
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
-
-
-def leave_to_first_rank() -> None:
-    """All processes of torchrun parse the options, and the first reports what is wrong. Another one waits for the end
-    that torchrun then brings: if it ended first, the first would be killed before it has said so."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(30)
-        sys.exit(2)
+        end(2, f"error: {e}")
 
 
 def add_precision(p: argparse.ArgumentParser) -> None:

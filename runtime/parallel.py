@@ -191,6 +191,7 @@ def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Rank
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
     ranks, stderr = Ranks(rank, size), sys.stderr
+    errors.leave = _leave
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGTERM)  # a rank ends with its torchrun, however that ends
     if rank:
@@ -212,6 +213,5 @@ def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Rank
         except (RuntimeError, ValueError) as e:
             raise InputError(f"rank {rank} of {size} cannot reach the others: {e}") from None
         atexit.register(dist.destroy_process_group)  # gloo's threads must end before the process does
-        errors.leave = _leave
     _report_errors(ranks, stderr)
     return ranks, device

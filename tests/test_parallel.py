@@ -191,6 +191,34 @@ def test_bad_input_is_said_once(argv, n, said):
     assert set(re.findall(r"exitcode\s*: (-?\d+)", err)) <= {"2", "-15"}, err[-1500:]
 
 
+WRONG = """
+import os, time
+from runtime import errors, parallel
+
+def main():
+    errors.FIRST_RANK_SPEAKS = {waits}
+    ranks, _ = parallel.start("cpu")
+    time.sleep({late} * (not ranks.rank))
+    if ranks.rank >= {wrong}:
+        raise errors.InputError("wrong")
+    ranks.all(0)
+
+errors.run_cli(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits, late, wrong", [(30, 3, 0), (1, 0, 1)])
+def test_bad_input_is_said_by_the_first_process_even_if_it_is_late_or_by_the_one_that_met_it(
+    tmp_path, waits, late, wrong
+):
+    (tmp_path / "wrong.py").write_text(WRONG.format(waits=waits, late=late, wrong=wrong))
+    _, err = torchrun(2, str(tmp_path / "wrong.py")).communicate(timeout=120)
+    said = [line for line in err.splitlines() if line.startswith("error:")]
+    assert said[0] == "error: wrong" and all("another rank" in line for line in said[1:]), err[-1500:]
+    assert "exitcode  : 2" in err, err[-1500:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("argv, given", [
     (["--prompt", "import os\n"], None), (["--prompt", "-"], "import os\n"), (["--interactive"], "import os\nif x:\n"),
