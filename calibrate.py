@@ -311,7 +311,7 @@ class Pass:
 
 
 def parse_args() -> Any:
-    p = Parser(__doc__)
+    p = Parser(__doc__, shares=True)
     a = p.add_argument
     add_checkpoint(p)
     a("--calibration", metavar="FILE", help="output; default: in the checkpoint folder, or beside the GGUF file")

@@ -24,7 +24,7 @@ from runtime.options import Parser, add_calibration, add_precision, answer_early
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    p = Parser(__doc__)
+    p = Parser(__doc__, shares=True)
     a = p.add_argument
     a("--checkpoint", metavar="DIR", help="Hugging Face folder or GGUF file (default: the shipped models/tiny)")
     a("--random-init", metavar="NAME", help="random weights of a known model instead, e.g. llama-3.1-8b")
@@ -267,13 +267,14 @@ def run_once(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Repo
 
 def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
     """Reads one turn per line from standard input, until it ends."""
+    llm.encode("a", opt.chat)  # a template that is missing or cannot render is told before the first turn
     talk, terminal = llm.conversation(sampling, opt.chat, opt.stop), sys.stdin.isatty()
     show = None if opt.json else lambda piece: print(piece, end="", flush=True)
     if terminal:
         print(f"one turn per line; /reset starts over, /exit ends. Context: {talk.size} tokens.", file=sys.stderr)
     while True:
         if terminal:
-            print("> ", end="", flush=True)
+            print("> ", end="", file=sys.stderr, flush=True)
         data = llm.model.args.ranks.of_first(sys.stdin.buffer.readline)
         if not data or data.strip() == b"/exit":
             return
@@ -330,6 +331,8 @@ def main(argv: list[str] | None = None) -> int:
     if opt.compile:
         check_compiler(device)
     reads = (opt.checkpoint, *opt.prompt_file, *(opt.calibration or ()))
+    if opt.save_cache and opt.profile and Path(opt.save_cache).resolve() == Path(opt.profile).resolve():
+        raise InputError(f"--profile and --save-cache name one file, {opt.profile}: give two")
     check_out(opt.profile, "--profile", (*reads, opt.load_cache))
     opt.profile = None if ranks.rank else opt.profile
     check_out(opt.save_cache, "--save-cache", reads)

@@ -7,6 +7,7 @@ import difflib
 import errno
 import functools
 import importlib.util
+import io
 import os
 import sys
 import time
@@ -25,6 +26,8 @@ class InputError(ValueError):
 def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command line's `main` and exit: InputError -> `error: ...` on stderr and code 2, Ctrl-C -> code 130."""
     said = ""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a text may have characters that a terminal's encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main() or 0
         if sys.stdout:  # None if it is closed

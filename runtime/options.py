@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,40 @@ from runtime.errors import InputError, end, need_torch, quiet_interrupt
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
-class Parser(argparse.ArgumentParser):
-    """A command line whose help is the script's docstring, and whose errors are one line like any InputError."""
+class Store(argparse._StoreAction):
+    """A flag of several values that is given twice has the values of both: argparse would drop the first ones."""
 
-    def __init__(self, doc: str | None):
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest)
+        again = isinstance(values, list) and before is not self.default
+        super().__call__(parser, namespace, before + values if again else values, option_string)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose help is the script's docstring, and whose errors are one line like any InputError.
+
+    shares: whether the script shares its work among the processes of torchrun.
+    """
+
+    def __init__(self, doc: str | None, shares: bool = False):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.register("action", None, Store)
+        self.shares = shares
+
+    def parse_args(self, *given):  # type: ignore[override]
+        opt = super().parse_args(*given)
+        if not self.shares and "parallel" not in opt:  # a script with --parallel says so itself
+            refuse_torchrun()
+        return opt
 
     def error(self, message: str):  # type: ignore[override]
         raise InputError(f"{message}; see {self.prog} --help")
+
+
+def refuse_torchrun() -> None:
+    """Raises InputError if there are several processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("torchrun started several processes, which would all do the same: start one, with python")
 
 
 def answer_early(parse: Callable[[], Any]) -> None:

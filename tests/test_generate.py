@@ -20,7 +20,7 @@ from engine.decode import LAG, Batch, Session, make_step
 from loading import named as N
 from loading.checkpoint import load_checkpoint
 from loading.tokenizer import load_tokenizer
-from runtime.errors import InputError
+from runtime.errors import InputError, run_cli
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -302,6 +302,13 @@ def test_batch_size_repeats_one_prompt_and_splits_many(cli):
 WINDOWS = b"\xef\xbb\xbfimport os\r\nimport sys\r\n"  # a byte order mark, and CRLF
 
 
+def test_a_flag_given_twice_has_the_values_of_both(cli):
+    argv = ["--prompt", "a", "--prompt", "import os", "def f", "--stop", "x", "--stop", "y"]
+    opt = G.parse_args(argv)
+    assert opt.prompt == ["a", "import os", "def f"] and opt.stop == ["x", "y"] and G.parse_args([]).prompt == []
+    assert len(json.loads(cli(G, *argv, "--max-new-tokens", "2", "--json")[1])["text"]) == 3
+
+
 def test_text_from_windows_is_the_same_text(tmp_path, cli):
     """In a file, on standard input, and as turns."""
     runs = []
@@ -376,6 +383,24 @@ def test_interactive_reset_starts_over(cli):
     stdin = b"import os\nmore\n/reset\nimport os\n"
     tokens = json.loads(cli(G, *argv, stdin=stdin)[1])["tokens"]
     assert tokens[0] == tokens[2]
+
+
+def test_a_terminal_is_prompted_beside_the_output(cli, monkeypatch):
+    class Terminal(io.BytesIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Terminal(b"import os\n")))
+    code, out, err = cli(G, "--interactive", "--max-new-tokens", "2", "--json")
+    assert code == 0 and len(json.loads(out)["tokens"]) == 1 and err.endswith("> > ")
+
+
+def test_a_character_that_the_output_cannot_hold_is_escaped(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit) as e:
+        run_cli(lambda: print("a \u2192 b"))
+    assert not e.value.code and out.buffer.getvalue() == b"a \\u2192 b\n"
 
 
 def test_profile_writes_a_trace(tmp_path, cli):
@@ -489,7 +514,9 @@ BAD = {
     "dtype": (["--prompt", "a", "--dtype", "int1"], "--dtype"),
     "interactive with a prompt": (["--interactive", "--prompt", "a"], "--interactive"),
     "profile of a conversation": (["--interactive", "--profile", "x"], "--profile writes a trace of one run"),
+    "a trace over a cache": (["--prompt", "a", "--save-cache", "/no/x", "--profile", "/no/./x"], "name one file"),
     "no chat template": (["--chat", "--prompt", "a"], "chat template"),
+    "no chat template for a conversation": (["--chat", "--interactive"], "no chat template"),
     "system without chat": (["--system", "Be brief.", "--prompt", "a"], "for the chat template: add --chat"),
     "variable without chat": (["--chat-arg", "think=false", "--prompt", "a"], "for the chat template: add --chat"),
     "variable without a value": (["--chat", "--chat-arg", "think", "--prompt", "a"], "--chat-arg 'think' is not of"),

@@ -14,6 +14,9 @@ import torch
 from cache.grammar import method_files
 from runtime.machine import ROOT, SMOLLM2_CALIBRATION, TINY, smollm2
 from runtime.parallel import ONE, Ranks
+from scripts import quantize
+from scripts.bench import bench_generate
+from scripts.eval import view
 
 SIZES = dict(dim=64, n_layer=3, n_head=8, n_kv_head=4, head_dim=32, ffn_dim=96, vocab_size=256, max_seq_len=256)
 # settings that drop tokens, flush, turn bases within a short text
@@ -189,6 +192,12 @@ def test_bad_input_is_said_once(argv, n, said):
     assert len(lines) == 1 and said in lines[0], err[-1500:]
     assert process.returncode and not out
     assert set(re.findall(r"exitcode\s*: (-?\d+)", err)) <= {"2", "-15"}, err[-1500:]
+
+
+@pytest.mark.parametrize("script, argv", [(bench_generate, []), (quantize, ["in", "out"]), (view, [])])
+def test_scripts_that_would_run_twice_refuse_torchrun(script, argv, monkeypatch, refused):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun started several processes" in refused(script, *argv)
 
 
 WRONG = """

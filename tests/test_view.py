@@ -48,3 +48,10 @@ def test_packed_arrays_are_what_was_recorded():
 )
 def test_bad_input_is_one_line(arguments, message, tmp_path, refused):
     assert message in refused(view, "--out", tmp_path / "v.html", *arguments) and not list(tmp_path.iterdir())
+
+
+def test_a_text_of_more_positions_than_the_page_holds_is_refused(tmp_path, refused, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.setattr(view, "MOST", 100)
+    error = refused(view, "--prompt-file", tmp_path / "text.txt", "--out", tmp_path / "view.html")
+    assert "tokens: with --steps, a page holds 100" in error

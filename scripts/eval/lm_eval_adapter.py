@@ -32,6 +32,7 @@ from engine import LLM
 from engine.decode import pad
 from engine.snapshot import Snapshot
 from runtime.errors import InputError, check_count, run_cli
+from runtime.options import refuse_torchrun
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -219,6 +220,7 @@ def main() -> None:
             print(__doc__)
             return
         raise InputError("lm-eval is not installed: pip install lm-eval, or leave this command out")
+    refuse_torchrun()
     if any(re.search(r"(^|,|=)device=", a) for a in sys.argv[1:]):
         raise InputError("--model_args cannot have device, which lm-eval passes itself: give --device")
     if "--model" in sys.argv and not any(a.startswith("--device") for a in sys.argv):  # lm-eval's default is cuda:0

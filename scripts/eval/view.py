@@ -34,6 +34,7 @@ from runtime.options import Parser, add_calibration
 from scripts.shared.options import check_out_of
 
 TEMPLATE = Path(__file__).with_name("view.html")
+MOST = 2**16  # tokens of a text: the page holds positions in 16 bits
 PLACES = 96  # the most tokens shaded per step, layer and head: those with the largest weights
 
 
@@ -151,6 +152,8 @@ def main() -> None:
         pairs = enumerate(zip(ids, other, strict=False))
         shared = next((i for i, (x, y) in pairs if x != y), min(len(ids), len(other)))
     llm.capacity(len(ids), opt.steps)  # reports a text that does not fit before any work is done
+    if len(ids) + opt.steps > MOST:
+        raise InputError(f"the text has {len(ids)} tokens: with --steps, a page holds {MOST}")
     prompt, fed = ids[:shared], ids[shared:]
     question = len(fed)
     recordings = {method: run(llm, method, prompt, fed, question, opt.steps) for method in methods}
