@@ -149,6 +149,7 @@ def _report_errors(ranks: Ranks, stderr: Any) -> None:
             print(f"rank {ranks.rank} of {ranks.size}:", *traceback.format_exception(e), sep="\n", file=stderr)
         elif ranks.rank == 0:
             print("error: another rank has ended, so this run ends too: torchrun says which one", file=stderr)
+        _leave(1)
 
     sys.excepthook = report
 

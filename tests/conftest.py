@@ -73,6 +73,12 @@ def pytest_runtest_call(item):
         raise
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _built():
+    """Our C++ is there before the first test: compiling takes up to a minute, and says so on stderr."""
+    native.available()
+
+
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def _rounded():
     """Triton's interpreter cuts numbers off to bf16, which loses up to twice as much as rounding, and always downwards:
