@@ -169,7 +169,7 @@ class Report:
 
     def totals(self) -> dict[str, Any]:
         batches = list({id(c.batch): c.batch for c in self.completions}.values())
-        decoded, decode_s = sum(b.steps * len(b.tokens) for b in batches), sum(b.decode_s for b in batches)
+        decoded, decode_s = sum(b.decoded for b in batches), sum(b.decode_s for b in batches)
         return dict(
             prefill_tokens=sum(b.read for b in batches),
             prefill_s=sum(b.prefill_s for b in batches),

@@ -413,9 +413,9 @@ class Transformer(nn.Module):
         return self.calibration
 
     def use_calibration(self, file: str | Path | Sequence[str | Path] | None) -> None:
-        """Use the calibration in a file, or in several; None: the default again. Raises InputError if it is another
-        model's."""
-        self.calibration = None
+        """Use the calibration in a file, or in several; None: the default again. A cache, which may hold the bases of
+        another, is dropped. Raises InputError if it is another model's."""
+        self.calibration = self.cache = None
         given = [] if file is None else list(file) if isinstance(file, list | tuple) else [file]
         if files := [as_path(f, "a calibration") for f in given]:
             if self.folder is None:

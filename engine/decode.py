@@ -66,8 +66,13 @@ class Batch:
         return cls([[] for _ in prompts], sizes, sum(sizes))
 
     @property
+    def decoded(self) -> int:
+        """The tokens that steps gave: of rows that end before others, and of the last drafts, those of their texts."""
+        return sum(min(self.steps, len(row)) for row in self.tokens)
+
+    @property
     def decode_tokens_per_s(self) -> float:
-        return self.steps * len(self.tokens) / self.decode_s if self.decode_s else 0.0
+        return self.decoded / self.decode_s if self.decode_s else 0.0
 
     @contextlib.contextmanager
     def timed(self, part: str, device: torch.device) -> Iterator[None]:
@@ -263,16 +268,9 @@ class Session:
                 return f"fp16 holds no number above 65504; try {flag} bf16 or fp32"
         return "the method's knobs are exceeded, or the weights are damaged; try --method full"
 
-    def run(
-        self,
-        prompts: list[list[int]] | None,
-        max_new_tokens: int,
-        stop_ids: frozenset[int] = frozenset(),
-        on_token: Callable[[int, int], bool] | None = None,
-        batch: Batch | None = None,
-        question: Sequence[int] = (),
-        keys: list[int] | None = None,
-    ) -> Batch:
+    def run(self, prompts: list[list[int]] | None, max_new_tokens: int, stop_ids: frozenset[int] = frozenset(),
+            on_token: Callable[[int, int], bool] | None = None, batch: Batch | None = None,
+            question: Sequence[int] = (), keys: list[int] | None = None) -> Batch:  # fmt: skip
         """Prefill `prompts` (None: they were read), feed the `question` to each row, whose time counts as prefill, then
         decode until every row has a stop id or max_new_tokens.
 

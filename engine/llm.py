@@ -275,7 +275,9 @@ class LLM:
         if not isinstance(questions, str | Iterable | None):
             raise InputError(f"questions are {short(questions)}: give a text, or a list of texts")
         texts = [questions] if isinstance(questions, str) else list(questions or ())
-        if pack is not None:  # what `save` would refuse after the prompts are read
+        if save is not None:  # what `save` would refuse after the prompts are read
+            check_out(save, "--save-cache")
+        if pack is not None:
             if save is None:
                 raise InputError("pack makes a small file of a saved cache: give save, too")
             check_step(pack)
@@ -341,6 +343,8 @@ class LLM:
         raises `Ended`, or the error itself if there is no text yet."""
         texts, first, error = [self.tokenizer.stream(stop) for _ in batch.tokens], len(out), None
         batch.compile_s, session.compile_s = session.compile_s, 0.0
+        batch.kv_bytes = self.model.kv_bytes()  # now: on_text may take the cache away
+        batch.kv_bytes_full = self.model.kv_bytes_full(len(texts), self.model.cache[0].shape.max_seq_len)
 
         def show(row: int, piece: str) -> None:
             if on_text:
@@ -360,8 +364,6 @@ class LLM:
             if not out:
                 raise
             batch.interrupted = True
-        batch.kv_bytes = self.model.kv_bytes()
-        batch.kv_bytes_full = self.model.kv_bytes_full(len(texts), self.model.cache[0].shape.max_seq_len)
         for row, (ids, text) in enumerate(zip(batch.tokens, texts, strict=True)):
             show(row, text.flush())
             out.append(Completion(text.text, ids, batch.prompt_tokens[row], batch))

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from cache.grammar import method_files
 from cache.trace import observe
-from engine import LLM, Sampling
+from engine import LLM, Ended, Sampling
+from engine.decode import Session
 from kernels.rope import Rope, RopeArgs, rope_inv_freq
 from runtime.errors import InputError
 from runtime.machine import ROOT, TINY
@@ -156,6 +159,44 @@ def test_short_contexts_allocate_what_they_can_fill(llm, monkeypatch):
     for method, most in (("self_index", 1.05), ("streaming", 1.0), ("double_sparsity", 1.2)):
         (c,) = llm.use(method).generate([prompt_of(llm, 11)], 128)
         assert c.kv_bytes <= most * c.kv_bytes_full, method
+
+
+def test_another_calibration_is_used_at_once(tmp_path):
+    """Also where a call of the same size has set up a cache with the bases of the one before."""
+    own, other, tensors = LLM(TINY, "sals-25", compile=False), tmp_path / "other.safetensors", {}
+    with safe_open(TINY / "calibration.safetensors", "pt") as f:
+        meta = f.metadata()
+        tensors = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
+    turned = {key: x.flip(-1).contiguous() for key, x in tensors.items() if key.endswith("sals.basis")}
+    save_file(tensors | turned, other, meta)
+    prompt = prompt_of(own, 300)
+    before = own.generate([prompt], 16)[0].tokens
+    own.model.use_calibration(other)
+    after = LLM(TINY, "sals-25", compile=False, calibration=other).generate([prompt], 16)[0].tokens
+    assert own.generate([prompt], 16)[0].tokens == after != before
+
+
+def test_a_place_for_a_cache_is_checked_before_the_prompt_is_read(llm, monkeypatch):
+    monkeypatch.setattr(Session, "prefill", lambda *_: pytest.fail("the prompt is read"))
+    with pytest.raises(InputError, match="the folder /no does not exist"):
+        llm.generate("a", save="/no/x")
+
+
+def test_a_callback_that_takes_the_cache_ends_the_text(llm):
+    with pytest.raises(Ended, match="another call has taken the KV cache") as e:
+        llm.generate("import os", 8, on_text=lambda i, piece: llm.use("full"))
+    assert len(e.value.completions[0].tokens) == 1 and e.value.completions[0].kv_bytes > 0
+
+
+@pytest.mark.parametrize("speculate", [None, 4])
+def test_tokens_of_rows_that_have_ended_are_not_counted(speculate):
+    llm = LLM(TINY, "double_sparsity", compile=False, speculate=speculate)
+    both = ["import os", "def main():"]
+    assert llm.generate(both, 24)[0].batch.decoded == 2 * 23  # each prompt gives a token
+    a, b = llm.generate(both, 24, stop="import")  # of the first
+    assert len(a.tokens) < 8 and len(b.tokens) == 24 and a.batch.decoded == len(a.tokens) + 23
+    (a,) = llm.generate(both[:1], 24, stop="import")
+    assert a.batch.decoded <= len(a.tokens) and a.decode_tokens_per_s == a.batch.decoded / a.batch.decode_s
 
 
 def test_more_tokens_than_were_promised_are_refused(llm):

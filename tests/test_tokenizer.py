@@ -806,6 +806,9 @@ def test_template_variables(tmp_path):
             InputError, match=f"no variable '{wrong}' to set; it reads add_generation_prompt, enable_th"
         ):
             ours.encode_chat([USER], **{wrong: []})
+    for wrong in ("tk", "before"):
+        with pytest.raises(InputError, match=f"no variable '{wrong}' to set"):
+            Chat(variables={wrong: []}).parts(ours)
 
 
 LOUD = "{% for m in messages %}{{ '<|im_start|>' + m.content | upper + '<|im_end|>' }}{% endfor %}"

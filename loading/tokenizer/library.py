@@ -146,8 +146,8 @@ def class_name(folder: Folder) -> str:
 def differs_from_merges(folder: Folder) -> bool:
     """Whether tokenizer.json has another pattern than its class gives `vocab.json` and `merges.txt`. Only Qwen's class
     has a pattern of its own: GPT-2's is named by models with many others."""
-    text = folder.text("tokenizer.json")
-    return class_name(folder).lower().startswith("qwen") and json.dumps(QWEN2)[1:-1] not in text
+    qwen = class_name(folder).lower().startswith("qwen")
+    return qwen and json.dumps(QWEN2)[1:-1] not in folder.text("tokenizer.json")
 
 
 def from_vocab_and_merges(folder: Folder) -> LibraryTokenizer:

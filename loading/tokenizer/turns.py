@@ -80,7 +80,7 @@ def _before(tk: Tokenizer, encode: Callable[[str], list[int]], own: str, text: s
     return ids, text
 
 
-def parts_of(tk: Tokenizer, before: Sequence[dict[str, str]] = (), **variables: Any) -> ChatParts:
+def parts_of(tk: Tokenizer, before: Sequence[dict[str, str]] = (), /, **variables: Any) -> ChatParts:
     """The parts of the checkpoint's chat template, with messages `before` a user's first. Raises InputError if there is
     no template or it cannot render a conversation."""
     marks = ["user-said", "was-answered", "asks-again"]
