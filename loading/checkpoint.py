@@ -36,6 +36,7 @@ from weights import (
     open_checkpoint,
     pack,
 )
+from weights.codes import BF16
 from weights.quantization import quantize
 from weights.shards import MERGE
 
@@ -374,6 +375,8 @@ def _fill_shares(model: Transformer, gen: torch.Generator, choose: Choose | None
         whole = Transformer(args).to(model.dtype)
     if choose:
         pack(whole, choose, torch.device("meta"))
+        if choose("tok_embeddings", 0, args.dim) == BF16:  # torch 2.11 draws other numbers in bf16 than in fp32
+            whole.tok_embeddings.to(torch.bfloat16)
     names = dict(sources(args))
     for packed in (False, True):  # dense weights are drawn first
         for name, parts in names.items():
