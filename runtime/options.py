@@ -43,9 +43,13 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see {self.prog} --help")
 
 
+def started_by_torchrun() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def refuse_torchrun() -> None:
     """Raises InputError if there are several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if started_by_torchrun():
         raise InputError("torchrun started several processes, which would all do the same: start one, with python")
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from runtime import errors
 from runtime.errors import InputError
+from runtime.options import started_by_torchrun
 
 CONNECTING = timedelta(seconds=10)  # torchrun's store runs before any rank does
 MEETING = timedelta(seconds=60)  # all ranks import the same; one that dies first, on another machine, is not noticed
@@ -130,10 +131,6 @@ def _group() -> str:
     from torch.distributed.distributed_c10d import _get_default_group
 
     return _get_default_group().group_name
-
-
-def started_by_torchrun() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _lost(e: BaseException) -> bool:
